@@ -76,6 +76,7 @@ def main(
 async def _serve(config: P2PConfig, address_file: Path | None, metrics: MetricsAddress | None) -> None:
     from swarm.dht.validation import AnnouncementValidator
     from swarm.metrics.endpoint import MetricsEndpoint
+    from swarm.metrics.event_loop import EventLoopMetrics
     from swarm.metrics.registry import new_registry
     from swarm.transport.joining import join_network
 
@@ -84,6 +85,7 @@ async def _serve(config: P2PConfig, address_file: Path | None, metrics: MetricsA
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     registry = new_registry()
     endpoint = MetricsEndpoint(registry, metrics) if metrics is not None else None
+    tasks = [asyncio.create_task(EventLoopMetrics(registry).run())] if endpoint is not None else []
     peer = await join_network(config, AnnouncementValidator())
     try:
         _export_metrics(peer, registry)
@@ -97,6 +99,8 @@ async def _serve(config: P2PConfig, address_file: Path | None, metrics: MetricsA
         await stop.wait()
         logger.info("Leaving the swarm")
     finally:
+        for task in tasks:
+            task.cancel()
         if endpoint is not None:
             endpoint.close()
         await peer.shutdown()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import fcntl
 import os
 import secrets
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Annotated, Literal
 import msgspec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
+from swarm.common.files.atomic_file import replace_file
 from swarm.errors import MembershipError
 from swarm.membership.certificates import (
     MEMBER_NAME,
@@ -211,17 +211,7 @@ def _locked_folder(path: Path) -> Iterator[None]:
 
 
 def _write(path: Path, authority: Authority) -> None:
-    """Replace the file atomically. Only its owner may read it from the first byte on."""
-    data = msgspec.json.format(msgspec.json.encode(authority), indent=1)
-    temporary = None
     try:
-        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:  # made with mode 600
-            temporary = file.name
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
+        replace_file(path, msgspec.json.format(msgspec.json.encode(authority), indent=1))
     except OSError as error:
-        if temporary is not None:
-            Path(temporary).unlink(missing_ok=True)
         raise MembershipError(f"{path} cannot be written: {error.strerror}") from None

@@ -1,14 +1,12 @@
-"""This peer's membership: its own certificate, the newest revocations it has seen, and what it asks of others.
+"""This peer's membership: its own certificate, the newest revocations it has seen, and what it asks of other peers.
 
-A proof is a signature by the key of a certificate over a statement: who says it to whom, and a nonce of each side. The
-peer ids are those that libp2p has authenticated, so a proof cannot be handed on by the peer that received it.
+A proof is a signature, by the key of a certificate, of a statement: the peer that makes it, the peer it is for, and a
+nonce from each side. libp2p has authenticated the peer ids, so the receiver cannot pass the proof off as its own.
 """
 
 from __future__ import annotations
 
 import logging
-import os
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +15,7 @@ from typing import Annotated
 import msgspec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
+from swarm.common.files.atomic_file import replace_file
 from swarm.errors import MembershipNotProven, MembershipRevoked, ProtocolViolation, UnknownAuthority
 from swarm.membership.certificates import Certificate, open_certificate
 from swarm.membership.invite import Invite
@@ -34,10 +33,10 @@ class Statement(msgspec.Struct, frozen=True, array_like=True):
     """What a proof of membership signs, besides its `Purpose`.
 
     Attributes:
-        speaker, listener: peer ids of who proves and of whom it is for.
-        certificate: that of the speaker, as it is sent.
+        speaker, listener: ids of the peer that proves its membership and of the peer that verifies it.
+        certificate: the speaker's, as it is sent.
         nonces: the listener's, then the speaker's.
-        content: what else is said: the number of the newest revocations, or a digest of a message.
+        content: what else is signed: the number of the newest revocations, or a digest of a message.
     """
 
     speaker: str
@@ -72,11 +71,11 @@ class Membership:
         return self.invite.encoded_certificate
 
     def require_own(self) -> None:
-        """Raise `MembershipExpired` or `MembershipRevoked` if this peer's own certificate does not hold any more."""
+        """Raise `MembershipExpired` or `MembershipRevoked` if this peer's own certificate is no longer valid."""
         self.require_valid(self.invite.certificate)
 
     def require_valid(self, certificate: Certificate) -> None:
-        """Raise `MembershipExpired` or `MembershipRevoked` if a certificate of this authority does not hold now."""
+        """Raise `MembershipExpired` or `MembershipRevoked` if a certificate of this authority is not valid now."""
         certificate.require_unexpired(self._now())
         if certificate.serial in self.revocations.revoked:
             raise MembershipRevoked(
@@ -84,7 +83,7 @@ class Membership:
             )
 
     def judge(self, data: bytes) -> Certificate:
-        """Another peer's certificate, which holds now.
+        """Decode another peer's certificate and require that it is valid now.
 
         Raises `ProtocolViolation`, `UnknownAuthority`, `MembershipExpired` or `MembershipRevoked`.
         """
@@ -98,13 +97,13 @@ class Membership:
         return certificate
 
     def prove(self, purpose: Purpose, statement: Statement) -> bytes:
-        """The signature of a statement of this peer."""
+        """Sign a statement of this peer."""
         return sign(self._key, purpose, msgspec.msgpack.encode(statement))
 
     def verify(self, purpose: Purpose, statement: Statement, signature: bytes) -> Certificate:
-        """The certificate of a peer that has proven its membership.
+        """Verify a peer's proof of membership; returns its certificate.
 
-        Raises as `judge`, and `MembershipNotProven` if the signature is of another statement or by another key.
+        Raises what `judge` does, and `MembershipNotProven` if the signature is of another statement or by another key.
         """
         certificate = self.judge(statement.certificate)
         if not is_valid(certificate.member_key, purpose, msgspec.msgpack.encode(statement), signature):
@@ -115,7 +114,7 @@ class Membership:
         return certificate
 
     def learn(self, data: bytes) -> bool:
-        """Take a list of revocations from another peer; True if it is newer than the one known before.
+        """Take a list of revocations from another peer. Returns whether it is newer than the one known before.
 
         Raises `ProtocolViolation` or `UnknownAuthority` if it is not this authority's list.
         """
@@ -141,14 +140,8 @@ def _read_store(path: Path, authority: bytes) -> Revocations:
 
 
 def _write_store(path: Path, data: bytes) -> None:
-    """Replace the file atomically; a peer that cannot write it goes on without."""
-    temporary = None
+    """Keep a list for the next start. A peer that cannot write the file goes on without it."""
     try:
-        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-            temporary = file.name
-            file.write(data)
-        os.replace(temporary, path)
+        replace_file(path, data)
     except OSError as error:
-        if temporary is not None:
-            Path(temporary).unlink(missing_ok=True)
         logger.warning("The newest revocations cannot be kept in %s: %s", path, error.strerror)

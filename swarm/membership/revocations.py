@@ -1,6 +1,6 @@
 """The list of revoked certificates. The authority numbers and signs it; peers keep the one with the highest number.
 
-Whoever has the newest list may hand it on, because nobody but the authority can make one.
+Any peer that has the newest list may pass it on, because only the authority can make one.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from swarm.membership.certificates import Key, Serial, Signed, UnixTime
 from swarm.membership.signatures import Purpose, is_valid, public_bytes, sign
 
 MAX_REVOKED = 4096
-"""Certificates in a list. Those that have expired are left out, so this limits revocations a month, not for ever."""
+"""Certificates in a list. Expired ones are left out, so this limits revocations per month, not in all."""
 
 MAX_LIST_BYTES = 80 * 1024
 NUMBER_LIMIT = 2**31

@@ -45,7 +45,7 @@ class PollResult:
 
     Attributes:
         found: the models, and their servers.
-        absent: models asked for that nobody announces.
+        absent: models asked for that no server announces.
         left_out: models that were not looked at.
     """
 

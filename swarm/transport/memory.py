@@ -169,6 +169,9 @@ class MemoryNetwork:
     async def serve(self, handler: StreamHandler) -> None:
         await self._hub.serve(self.peer_id, handler)
 
+    def knows(self, peer_id: str) -> bool:
+        return False  # there is no DHT
+
 
 class _Pipe:
     """One direction of a stream: bytes that are sent appear at `reader` after the delay, in order.

@@ -29,6 +29,7 @@ from swarm.membership.invite import Invite
 from swarm.membership.membership import Membership
 from swarm.membership.revocations import Revocations
 from swarm.transport import addresses
+from swarm.transport.daemon_calls import mend_calls
 from swarm.transport.dht.node import DhtNode
 from swarm.transport.dht.records import RecordRules
 from swarm.transport.identity import Identity, load_or_create
@@ -188,7 +189,7 @@ class Peer:
                 return await lock.call(lambda: call(peer_id, name, request, kind), request, self.peer_id, peer_id)
 
         try:
-            return await Daemon.create(
+            p2p = await Daemon.create(
                 initial_peers=list(config.initial_peers) or None,
                 host_maddrs=list(config.host_maddrs) or None,
                 announce_maddrs=list(config.announce_maddrs) or None,
@@ -201,6 +202,8 @@ class Peer:
                 auto_nat=not local,
                 nat_port_map=not local,
             )
+            mend_calls(p2p._client.control)
+            return p2p
         except P2PDaemonError as error:
             for daemon in started:
                 await daemon.shutdown()  # its process must end before the loop, which watches it
@@ -218,11 +221,14 @@ class Peer:
         try:
             return await self._streams.open(peer_id)
         except (NotAMember, ProtocolViolation) as error:
-            # A peer with which no word can be exchanged, whoever of the two is to blame.
+            # The two cannot talk to each other, whichever of them is to blame.
             raise PeerLost(f"peer …{peer_id[-6:]} cannot be used: {error}") from error
 
     async def serve(self, handler: StreamHandler) -> None:
         await self._streams.serve(handler)
+
+    def knows(self, peer_id: str) -> bool:
+        return self.dht.knows(peer_id)
 
     @property
     def revocations(self) -> Revocations:

@@ -1,6 +1,6 @@
 """The streams of a peer: those that it opens, and those that others open and that a handler serves.
 
-In a private swarm, streams pass a `MemberGate` before anybody sees them.
+In a private swarm, each stream passes a `MemberGate` before anything else is done with it.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from hivemind.p2p.p2p_daemon_bindings.datastructures import StreamInfo
 from swarm.errors import MembershipError, NotAMember, PeerLost, ProtocolViolation, SwarmError, sanitize_text
 from swarm.protocol import messages
 from swarm.protocol.messages import MEMBERS_PROTOCOL_ID, PROTOCOL_ID
+from swarm.transport import daemon_streams
 from swarm.transport.members.gate import MemberGate
 from swarm.transport.stream import FrameStream, Stream, StreamHandler
 
@@ -111,7 +112,7 @@ class PeerStreams:
             target = PeerID.from_base58(peer_id)
             # Not `wait_for`: before Python 3.12 it loses a cancellation that comes just when the stream opens.
             async with asyncio.timeout(DIAL_TIMEOUT_S):
-                _, reader, writer = await self._p2p.call_binary_stream_handler(target, protocol)
+                reader, writer = await daemon_streams.open_stream(self._p2p, target, protocol)
         except (P2PDaemonError, OSError, TimeoutError, asyncio.IncompleteReadError, ValueError) as error:
             raise PeerLost(f"peer …{peer_id[-6:]} cannot be reached: {error}") from None
         return FrameStream(peer_id, reader, writer)

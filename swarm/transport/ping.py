@@ -35,6 +35,10 @@ MIN_PROBE_DURATION_S = 0.1
 """A probe must take this much longer than a round trip to tell the bandwidth."""
 
 
+MIN_MEASURED_S = 1e-6
+"""No probe counts as quicker, so that no clock is too coarse for it."""
+
+
 @dataclass(frozen=True, slots=True)
 class Bandwidth:
     """Bandwidth of a link in bytes/s: from this peer (`up`) and to it (`down`)."""
@@ -102,7 +106,8 @@ async def _throughput(stream: Stream, latency: float, upward: bool) -> float:
         request = messages.ProbeRequest(0 if upward else size)
         await _request(stream, request, messages.ProbeReply, bytes(size if upward else 0), request.reply_bytes)
         elapsed = time.perf_counter() - began
-        taken = max(elapsed - latency, elapsed / 10)  # even if the measured round trip was slow by chance
+        # Even if the measured round trip was slow by chance, or the peer has answered before it was asked.
+        taken = max(elapsed - latency, elapsed / 10, MIN_MEASURED_S)
         # On a link with a long round trip, a short probe measures TCP's slow start instead of the bandwidth.
         if taken > max(MIN_PROBE_DURATION_S, 4 * latency):
             break

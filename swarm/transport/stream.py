@@ -17,9 +17,9 @@ twice."""
 
 FRAME_TIMEOUT_S = 10.0
 MIN_RECEIVED_BYTES_PER_S = 1 << 12
-"""Once a frame has begun, its header has to come within `FRAME_TIMEOUT_S` seconds, and its payload within as many more
-and its length divided by this: whoever sends more slowly keeps memory that others could use. An uplink of 0.5 Mbit/s,
-which is what slow homes have, brings fifteen streams as much at a time: lanes send their prompts all at once."""
+"""Once a frame has begun, its header must arrive within `FRAME_TIMEOUT_S` seconds, and its payload within that time
+plus its length divided by this rate: a slower sender would keep memory that others could use. Lanes send their prompts
+all at once, and an uplink of 0.5 Mbit/s, which a slow home has, carries fifteen streams at this rate."""
 
 AdmitFrame = Callable[[bytes, int], Awaitable[None]]
 """Called with a frame's header and the length of its payload, before the payload is read."""
@@ -39,8 +39,8 @@ class Stream(Protocol):
     async def receive(self, max_payload: PayloadLimit = MAX_PAYLOAD_BYTES, admit: AdmitFrame | None = None) -> Frame:
         """Wait for one frame. Raises `PeerLost` at the end of the stream, `ProtocolViolation` if it is too large.
 
-        With `admit`, the payload is read once that returns; what it raises ends the stream. Then a frame that has begun
-        also has to arrive in time (`MIN_RECEIVED_BYTES_PER_S`), else `PeerTimeout` is raised.
+        With `admit`, the payload is read once `admit` has returned; an error that it raises ends the stream. A frame
+        that has begun must then also arrive in time (`MIN_RECEIVED_BYTES_PER_S`), else `PeerTimeout` is raised.
         """
 
     async def discard_incoming(self) -> None:
@@ -50,7 +50,7 @@ class Stream(Protocol):
         """Close the stream after everything written is sent. The other side's `receive` then raises `PeerLost`."""
 
     def abort(self) -> None:
-        """Close the stream at once. Towards a peer that does not read, `close` would keep unsent data in memory."""
+        """Close the stream at once. If the other peer does not read, `close` would keep unsent data in memory."""
 
 
 StreamHandler = Callable[[Stream], Awaitable[None]]
@@ -66,6 +66,9 @@ class Network(Protocol):
 
     async def serve(self, handler: StreamHandler) -> None:
         """Call `handler` for every stream that another peer opens."""
+
+    def knows(self, peer_id: str) -> bool:
+        """Whether this peer has been in touch with another one lately, so that reaching it costs little."""
 
 
 class FrameStream:
@@ -122,7 +125,7 @@ class FrameStream:
             timer.cancel()
 
     def _abort_after(self, seconds: float) -> asyncio.TimerHandle:
-        """Abort the stream unless the timer is canceled before; whoever reads it sees its end."""
+        """Abort the stream unless the timer is canceled before; a reader then sees the stream's end."""
 
         def abort() -> None:
             self._is_late = True

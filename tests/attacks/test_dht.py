@@ -34,6 +34,7 @@ from swarm.dht.validation import AnnouncementValidator
 from swarm.transport.identity import peer_id_of
 from swarm.transport.p2p import P2PConfig, Peer
 from tests.infos import server_info
+from tests.transport.dht.answers import answer_finds
 
 # hivemind leaves connections to its own daemon to the garbage collector.
 pytestmark = pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning", "ignore:loop is closed:ResourceWarning")
@@ -142,19 +143,6 @@ def play(attack: Callable[[World], Awaitable[None]]) -> None:
             await attack(world)
 
     uvloop.run(scenario())
-
-
-def answer_finds(peer: Peer, answer: Callable[[dht_pb2.FindRequest], Awaitable[dht_pb2.FindResponse]]) -> None:
-    """Let a peer answer all look-ups like this from now on."""
-
-    async def handle(request: bytes, sender: PeerID) -> bytes:
-        response = await answer(dht_pb2.FindRequest.FromString(request))
-        response.peer.CopyFrom(peer.dht.protocol.node_info)
-        return bytes(response.SerializeToString())
-
-    handlers = peer.dht.p2p._client.control.unary_handlers
-    [name] = [name for name in handlers if name.endswith("rpc_find")]
-    handlers[name] = handle
 
 
 def test_one_malformed_answer_holds_nobody_up():
@@ -334,6 +322,33 @@ def test_requests_that_are_wrong_in_form_harm_nobody():
                 with suppress(P2PDaemonError, P2PHandlerError):
                     answer = await stub.rpc_find(dht_pb2.FindRequest(keys=keys), timeout=TIMEOUT_S)
                     assert all(result.type == dht_pb2.NOT_FOUND for result in answer.results)
+        await world.require_honest_server()
+
+    play(attack)
+
+
+def test_requests_that_are_given_up_are_forgotten():
+    """Pings that the stranger gives up while the node is still working on them: on a254ca2 the node kept each of them
+    for ever, with all that it held."""
+
+    async def attack(world: World) -> None:
+        handlers = world.stranger.dht.p2p._client.control.unary_handlers
+        [name] = [name for name in handlers if name.endswith("rpc_ping")]
+
+        async def hang(data: bytes, sender: PeerID) -> bytes:
+            await asyncio.Event().wait()
+            return b""
+
+        handlers[name] = hang  # the node pings back, and waits
+        stub = world.stranger.dht.protocol.get_stub(PeerID.from_base58(world.server.peer_id))
+        request = dht_pb2.PingRequest(peer=world.stranger.dht.protocol.node_info, validate=True)
+        for _ in range(5):
+            with suppress(TimeoutError, P2PHandlerError):
+                await stub.rpc_ping(request, timeout=0.2)
+        running = world.server.dht.p2p._client.control._handler_tasks
+        async with asyncio.timeout(READ_LIMIT_S):
+            while running:
+                await asyncio.sleep(0.05)
         await world.require_honest_server()
 
     play(attack)

@@ -179,6 +179,26 @@ def test_a_round_trip_that_was_slow_by_chance_leaves_a_finite_positive_bandwidth
     run(scenario)
 
 
+def test_a_peer_that_answers_before_it_is_asked_has_a_finite_bandwidth(use):
+    use(Link())  # a clock that stands still
+
+    async def scenario(swarm):
+        async def peer(stream):
+            for _ in range(4):
+                await stream.send(INFO)
+            for upward in (True, False):
+                for size in PROBE_SIZES_BYTES:
+                    await stream.send(messages.ProbeReply(), bytes(0 if upward else size))
+            await stream.discard_incoming()
+
+        await swarm.add("peer", peer)
+        found = await measure_bandwidth(swarm.network, "peer")
+        assert 0 < found.up < math.inf
+        assert 0 < found.down < math.inf
+
+    run(scenario)
+
+
 WRONG = [
     pytest.param((messages.ProbeReply(), b""), ProtocolViolation, "with a ProbeReply", id="wrong type"),
     pytest.param((INFO, b"x"), ProtocolViolation, "payload of 1 bytes", id="payload where none is due"),

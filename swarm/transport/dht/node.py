@@ -1,6 +1,7 @@
 """This peer's node of the DHT: joins by initial peers, finds records, and stores its own.
 
-A look-up is bounded in time and belongs to its caller alone: one that hangs holds up nobody else.
+A look-up is bounded in time and runs for one caller: if it hangs, no other caller waits for it. What was found is
+remembered until it expires, so a look-up that is cut short, or that only liars answer, makes nothing vanish.
 """
 
 from __future__ import annotations
@@ -9,15 +10,17 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
 from hivemind.p2p import P2P, PeerID
 
+from swarm.common.warn_once import WarnOnce
 from swarm.errors import ClockDiffers, DhtError, SwarmError
 from swarm.transport.dht.protocol import REQUEST_TIMEOUT_S, DhtProtocol
-from swarm.transport.dht.records import Accepted, Record, RecordRules, key_bytes, sign
+from swarm.transport.dht.records import Accepted, Record, RecordRules, is_expired, key_bytes, sign
 from swarm.transport.dht.routing_table import BUCKET_NODES, node_id_of
 from swarm.transport.dht.search import Request, Search
 from swarm.transport.dht.standing import Standing
@@ -39,14 +42,17 @@ CONCURRENCY = 32
 requests to as many nodes, and most of their time goes into connecting."""
 
 KEYS_PER_SEARCH = 64
-"""Keys that are searched together. Choosing whom to ask next takes time in proportion to them, and all their
+"""Keys that are searched together. Choosing the next node to ask takes time in proportion to them, and all their
 neighborhoods have to fit into what one search learns."""
 
 MIN_SEARCH_S = 0.1
-"""What is left to the last keys where the first ones took all of a look-up's time."""
+"""What the last keys get if the first ones took all of a look-up's time."""
 
 MAX_FOUND = 512
 """Records under one key that a reader keeps."""
+
+MAX_REMEMBERED = 8192
+"""Records that a reader remembers, under the keys that it looked up last. Each takes ten kilobytes at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +60,8 @@ class FoundRecord:
     """A record that may be believed.
 
     Attributes:
-        owner: peer id of who says it.
-        payload: what it says.
+        owner: peer id of its owner.
+        payload: what the owner says.
         expires: Unix time.
     """
 
@@ -87,6 +93,8 @@ class DhtNode:
         self._identity = identity
         self._initial_peers = tuple(initial_peers)
         self._own: PeerID = p2p.peer_id
+        self._found: OrderedDict[bytes, dict[str, Record]] = OrderedDict()
+        self._warn_once = WarnOnce(logger)
 
     async def join(self) -> None:
         """Answer other nodes unless this is a client, and get to know those near the initial peers.
@@ -120,23 +128,33 @@ class DhtNode:
         """Ids of the other nodes that this one knows."""
         return self.protocol.table.peer_ids()
 
+    def knows(self, peer_id: str) -> bool:
+        """Whether another peer is among the nodes that this one knows, and answered when it was asked last."""
+        try:
+            return PeerID.from_base58(peer_id) in self.protocol.table
+        except ValueError:  # any peer may have sent it
+            return False
+
     async def shutdown(self) -> None:
-        """Answer no more. Whatever hivemind raises if the daemon has ended."""
+        """Stop answering. Raises whatever hivemind raises if the daemon has ended."""
         await self.protocol.close()
 
     async def find(self, names: Collection[str], timeout_s: float = LOOKUP_TIMEOUT_S) -> dict[str, list[FoundRecord]]:
         """The records under each key, at most one for an owner.
 
+        They include records that were found before and have not expired: a look-up that is cut short, or that only
+        liars answer, adds less than it should, but removes nothing.
+
         Args:
             names: of keys.
-            timeout_s: after it, what was found is returned.
+            timeout_s: after this time, what was found is returned.
 
         Raises:
             DhtError: this peer knows other nodes, and none of them answered, whichever key they were asked for.
         """
         keys = {key_bytes(name): name for name in names}
-        found: dict[bytes, dict[str, Record]] = {key: {} for key in keys}
         now = time.time()
+        found = {key: self._remembered(key, now) for key in keys}
         for key in keys:
             self._collect(found[key], self._own_records(key, now))
 
@@ -148,13 +166,17 @@ class DhtNode:
 
         deadline, wanted = time.monotonic() + timeout_s, list(keys)
         any_answered, failure = False, None
-        for first in range(0, len(wanted), KEYS_PER_SEARCH):
-            left_s = max(deadline - time.monotonic(), MIN_SEARCH_S)
-            try:
-                await self._search(wanted[first : first + KEYS_PER_SEARCH], FIND_BREADTH, ask, left_s)
-                any_answered = True
-            except DhtError as error:  # what the other keys' nodes have answered is not lost
-                failure = error
+        try:
+            for first in range(0, len(wanted), KEYS_PER_SEARCH):
+                share = KEYS_PER_SEARCH / max(KEYS_PER_SEARCH, len(wanted) - first)  # the last keys need time as well
+                left_s = max((deadline - time.monotonic()) * share, MIN_SEARCH_S)
+                try:
+                    await self._search(wanted[first : first + KEYS_PER_SEARCH], FIND_BREADTH, ask, left_s)
+                    any_answered = True
+                except DhtError as error:  # what the other keys' nodes have answered is not lost
+                    failure = error
+        finally:
+            self._remember(found)
         if failure is not None and not any_answered:
             raise failure
         return {name: self._kept(found[key]) for key, name in keys.items()}
@@ -220,6 +242,24 @@ class DhtNode:
                 if owner not in kept:
                     del known[owner]
 
+    def _remembered(self, key: bytes, now: float) -> dict[str, Record]:
+        """What was found under a key before, and is not over."""
+        known = self._found.get(key, {})
+        return {owner: record for owner, record in known.items() if not is_expired(record.expires, now)}
+
+    def _remember(self, found: Mapping[bytes, dict[str, Record]]) -> None:
+        """Remember what was found, beside what look-ups found that have ended meanwhile."""
+        now = time.time()
+        for key, records in found.items():
+            known = self._remembered(key, now)
+            self._found.pop(key, None)
+            self._collect(known, list(records.items()))
+            if known:
+                self._found[key] = known
+        total = sum(map(len, self._found.values()))
+        while total > MAX_REMEMBERED:
+            total -= len(self._found.popitem(last=False)[1])
+
     def _kept(self, known: dict[str, Record]) -> list[FoundRecord]:
         now = time.time()
         for owner in known:
@@ -263,6 +303,11 @@ class DhtNode:
             for task in running:
                 task.cancel()
             await asyncio.gather(*running, return_exceptions=True)
+        if running:
+            self._warn_once(
+                f"a look-up of the DHT took more than {timeout_s:.0f} s, and may not have found all there is; what was "
+                "known before is used, too"
+            )
         if known and not search.any_answered:
             raise DhtError(
                 f"none of the {len(known)} known nodes of the DHT answered; check this machine's network and the "
@@ -279,11 +324,14 @@ class DhtNode:
 
 
 def _take_answer(search: Search, request: Request, task: asyncio.Task[dict[bytes, list[PeerID]]]) -> None:
-    try:
+    error = task.exception()  # not raised here: it would keep the task, which keeps it
+    if error is None:
         search.answered(request, task.result())
-    except SwarmError as error:
+    elif isinstance(error, SwarmError):
         logger.debug("…%s did not answer: %s", str(request.peer)[-6:], error)
         search.failed(request)
+    else:
+        raise error
 
 
 def _beside(key: bytes) -> bytes:

@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from google.protobuf.message import DecodeError
 from hivemind.p2p import P2P, PeerID, ServicerBase
 from hivemind.p2p.p2p_daemon import P2PContext
 from hivemind.proto import dht_pb2
@@ -27,7 +28,7 @@ from swarm.transport.dht.hivemind_errors import raise_dht_errors
 from swarm.transport.dht.peer_networks import PeerNetworks
 from swarm.transport.dht.record_store import RecordStore
 from swarm.transport.dht.records import Accepted, Record, RecordChecker, RecordRules, Refusal, owner_of
-from swarm.transport.dht.request_limits import RequestLimits
+from swarm.transport.dht.request_budget import CheckBudget, RequestBudget
 from swarm.transport.dht.routing_table import BUCKET_NODES, MAX_SILENT_S, RoutingTable, node_id_of
 from swarm.transport.dht.standing import Standing
 
@@ -42,7 +43,8 @@ MAX_BAD_RECORDS = 8
 long, do not count: clocks differ, and they cost next to nothing."""
 
 CHECK_PERIOD_S = 15.0
-"""How often a node pings, in each bucket of its routing table, the node that it heard of longest ago."""
+"""How often a node pings, in each bucket of its routing table, the node that it heard of longest ago, and drops the
+records that are over."""
 
 CHECKED_AT_ONCE = 16
 """Records that are checked before other tasks have their turn."""
@@ -97,7 +99,9 @@ class DhtProtocol(ServicerBase):  # type: ignore[misc]
         self.is_client = is_client
         self._p2p = p2p
         self._networks = PeerNetworks(p2p)
-        self._limits = RequestLimits()
+        self._budget = RequestBudget()
+        self._checks = CheckBudget()
+        self._standing = standing
         self._warn_once = WarnOnce(logger)
         self._pinging_back: set[PeerID] = set()
         self._background: set[asyncio.Task[Any]] = set()
@@ -113,12 +117,13 @@ class DhtProtocol(ServicerBase):  # type: ignore[misc]
 
     def watch_table(self) -> None:
         """Find out from now on which known nodes are gone, and forget them. Others are told of the known nodes, and a
-        bootstrap peer looks nothing up by which it would notice."""
+        bootstrap peer looks nothing up by which it would notice. Records that are over are forgotten as often."""
         self._run(self._check_nodes())
 
     async def _check_nodes(self) -> None:
         while True:
             await asyncio.sleep(CHECK_PERIOD_S)
+            self.store.remove_expired(time.time())
             await asyncio.gather(*map(self.call_ping, self.table.longest_unheard()))
 
     async def close(self) -> None:
@@ -142,10 +147,10 @@ class DhtProtocol(ServicerBase):  # type: ignore[misc]
     async def _answer(self, method: Callable[..., Awaitable[Any]], request: Any, context: P2PContext) -> Any:
         sender = context.remote_id.to_bytes()
         records = len(request.values) if isinstance(request, dht_pb2.StoreRequest) else 0
-        if not self._limits.allows(sender, time.monotonic(), records):
+        if not self._budget.allows(sender, time.monotonic(), records):
             raise RequestRefused("too many requests to the DHT; wait a few seconds")
         response = await method(request, context)
-        self._limits.charge_answer(sender, response.ByteSize(), time.monotonic())
+        self._budget.charge_answer(sender, response.ByteSize(), time.monotonic())
         return response
 
     async def rpc_ping(self, request: dht_pb2.PingRequest, context: P2PContext) -> dht_pb2.PingResponse:
@@ -183,6 +188,8 @@ class DhtProtocol(ServicerBase):  # type: ignore[misc]
     def _store(self, record: Record | None, sender: str, network: str) -> Refusal | None:
         if record is None:
             return Refusal.MALFORMED
+        if not self._checks.allows(time.monotonic(), self._standing.is_established(sender, time.time())):
+            return Refusal.BUSY
         if owner_of(record.subkey) != sender:
             return Refusal.WRONG_OWNER
         verdict = self.checker.check(record)
@@ -305,10 +312,13 @@ class _BoundedType:
         self._max_bytes = max_bytes
 
     def FromString(self, data: bytes) -> Any:
-        """As a protobuf type has it. Raises `RequestRefused`."""
+        """As a protobuf type has it. Raises `RequestRefused`, `ProtocolViolation`."""
         if len(data) > self._max_bytes:
             raise RequestRefused(f"a request of {len(data)} bytes is too long; at most {self._max_bytes} are allowed")
-        return self._request_type.FromString(data)
+        try:
+            return self._request_type.FromString(data)
+        except DecodeError as error:
+            raise ProtocolViolation(f"not a request to the DHT: {error}") from None
 
 
 class _Blame:

@@ -2,13 +2,15 @@
 
 There is at most one record for a key and owner, and the one that expires later wins. An owner has few records; beyond
 them, its own records give way. A key has few enough that all of them fit into one answer, and the node has a limit too;
-beyond these, `Standing` decides which owners are kept. Records are counted, not weighed: their size is bounded, and by
+beyond these, `Standing` decides which owners are kept: of
+some that are drawn, the last gives way. Records are counted, not weighed: their size is bounded, and by
 weight a few large records could take the room of many small ones.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import random
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from swarm.transport.dht.records import MAX_RECORD_BYTES, Record, is_expired
@@ -31,8 +33,9 @@ class StoreLimits:
     records: int = 4096
 
 
-KEPT_WHEN_FULL = 0.9
-"""Share of the records that remain when a full node drops some, so that it does not have to for every store."""
+DRAWN = 256
+"""Owners among whom is chosen who gives way: all of a key, and of the node's enough to know a newcomer when there is
+one. To choose among 4096 for each record takes a hundred times as long as to verify it."""
 
 Address = tuple[bytes, str]
 """Key and owner of a record."""
@@ -57,6 +60,7 @@ class RecordStore:
         self._limits = limits or StoreLimits()
         self._by_key: dict[bytes, dict[str, _Kept]] = {}
         self._by_owner: dict[str, set[bytes]] = {}
+        self._random = random.Random()
         self._bytes = 0
         self._count = 0
 
@@ -81,8 +85,8 @@ class RecordStore:
             return False
         self._put(record, owner, group)
         self._limit_owner(owner, record.key)
-        self._limit_key(record.key, now)
-        self._limit_all(now)
+        self._limit_key(record.key, owner, now)
+        self._limit_all(owner, now)
         is_kept = owner in self._by_key.get(record.key, {})
         if is_kept:
             self._standing.note_seen(owner, now)
@@ -90,13 +94,14 @@ class RecordStore:
 
     def find(self, key: bytes, now: float) -> list[Record]:
         """The records under a key, those that should be read first at the front."""
-        self._drop_expired([key], now)
+        self._drop_expired(key, now)
         kept = self._by_key.get(key, {})
         return [kept[owner].record for owner in self._ranked(kept, now)]
 
     def remove_expired(self, now: float) -> None:
         """Drop all records that are over."""
-        self._drop_expired(list(self._by_key), now)
+        for key in list(self._by_key):
+            self._drop_expired(key, now)
 
     def _put(self, record: Record, owner: str, group: str) -> None:
         self._drop(record.key, owner)
@@ -117,11 +122,10 @@ class RecordStore:
         if not self._by_owner[owner]:
             del self._by_owner[owner]
 
-    def _drop_expired(self, keys: Iterable[bytes], now: float) -> None:
-        for key in keys:
-            kept = self._by_key.get(key, {})
-            for owner in [owner for owner, one in kept.items() if is_expired(one.record.expires, now)]:
-                self._drop(key, owner)
+    def _drop_expired(self, key: bytes, now: float) -> None:
+        kept = self._by_key.get(key, {})
+        for owner in [owner for owner, one in kept.items() if is_expired(one.record.expires, now)]:
+            self._drop(key, owner)
 
     def _limit_owner(self, owner: str, newest: bytes) -> None:
         """Of an owner with too many records, drop the one that expires first, but not what it has just stored."""
@@ -130,34 +134,34 @@ class RecordStore:
             first = min(keys - {newest}, key=lambda key: (self._by_key[key][owner].record.expires, key))
             self._drop(first, owner)
 
-    def _limit_key(self, key: bytes, now: float) -> None:
-        if self._fits_key(key):
-            return
-        self._drop_expired([key], now)
-        if self._fits_key(key):
-            return
+    def _limit_key(self, key: bytes, newest: str, now: float) -> None:
         kept = self._by_key[key]
-        for owner in self._ranked(kept, now)[self._limits.key_records :]:
-            self._drop(key, owner)
+        if len(kept) > self._limits.key_records:
+            self._drop_expired(key, now)
+        if len(kept) > self._limits.key_records:
+            drawn = self._draw(kept, newest)
+            self._drop(key, self._last(drawn, {owner: kept[owner].group for owner in drawn}, now))
 
-    def _fits_key(self, key: bytes) -> bool:
-        return len(self._by_key.get(key, {})) <= self._limits.key_records
+    def _limit_all(self, newest: str, now: float) -> None:
+        if self._count > self._limits.records:
+            drawn = self._draw(self._by_owner, newest)
+            held = [(key, owner) for owner in drawn for key in self._by_owner[owner]]
+            over = [one for one in held if is_expired(self._by_key[one[0]][one[1]].record.expires, now)]
+            if not over:
+                last = self._last(drawn, {owner: self._by_key[key][owner].group for key, owner in held}, now)
+                over = [one for one in held if one[1] == last]
+            for key, owner in over:
+                self._drop(key, owner)
 
-    def _limit_all(self, now: float) -> None:
-        if self._count <= self._limits.records:
-            return
-        self.remove_expired(now)
-        if self._count <= self._limits.records:
-            return
-        groups = {owner: one.group for kept in self._by_key.values() for owner, one in kept.items()}
-        places = int(self._limits.records * KEPT_WHEN_FULL)
-        for owner in self._standing.select(self._by_owner, len(self._by_owner), now, groups):
-            keys = self._by_owner[owner]
-            if len(keys) <= places:
-                places -= len(keys)
-            else:
-                for key in list(keys):
-                    self._drop(key, owner)
+    def _draw(self, owners: Collection[str], newest: str) -> set[str]:
+        """Some of the owners, and whose record was stored just now."""
+        drawn = self._random.sample([*owners], DRAWN) if len(owners) > DRAWN else owners
+        return {newest, *drawn}
+
+    def _last(self, drawn: set[str], groups: Mapping[str, str], now: float) -> str:
+        """The one of the owners that gives way."""
+        (last,) = drawn.difference(self._standing.select(drawn, len(drawn) - 1, now, groups))
+        return last
 
     def _ranked(self, kept: dict[str, _Kept], now: float) -> list[str]:
         groups = {owner: one.group for owner, one in kept.items()}

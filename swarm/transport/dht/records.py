@@ -41,7 +41,7 @@ MAX_LIFETIME_S = 600.0
 
 KEY_BYTES = DHTID.HASH_NBYTES
 KEY_BITS = range(2048, 4096 + 1)
-"""Sizes of an owner's RSA key: libp2p takes none below, and larger ones only cost those who verify."""
+"""Sizes of an owner's RSA key: libp2p takes no smaller ones, and larger ones only make verifying slower."""
 
 MAX_VERIFIED = 16384
 """Records whose signature was right that a peer remembers, so that it verifies no copy of them again."""
@@ -63,8 +63,10 @@ class Refusal(enum.StrEnum):
     """It describes, or comes from, another peer than its owner."""
     SIGNATURE = "signature"
     CACHED = "cached"
-    """It was to be cached for others, which nobody does here."""
+    """It was to be cached for other nodes, which this project's nodes do not do."""
     NO_ROOM = "no_room"
+    BUSY = "busy"
+    """Others have stored so much that its signature could not be verified."""
 
 
 class RecordRules(Protocol):
@@ -163,7 +165,8 @@ class RecordChecker:
     def __init__(self, rules: RecordRules, now: Callable[[], float] = time.time) -> None:
         self._rules = rules
         self._now = now
-        self._verified: OrderedDict[bytes, Accepted] = OrderedDict()
+        self._verified: OrderedDict[bytes, tuple[Accepted, float]] = OrderedDict()
+        """By digest, with the time when they expire; the one asked for longest ago first."""
 
     def check(self, record: Record) -> Accepted | Refusal:
         """The record's owner and payload, or why it is refused. Raises nothing."""
@@ -176,13 +179,23 @@ class RecordChecker:
         known = self._verified.get(digest)
         if known is not None:
             self._verified.move_to_end(digest)
-            return known
+            return known[0]
         verdict = self._examine(record)
         if isinstance(verdict, Accepted):
-            self._verified[digest] = verdict
-            if len(self._verified) > MAX_VERIFIED:
-                self._verified.popitem(last=False)
+            self._verified[digest] = verdict, record.expires
+            self._forget(now)
         return verdict
+
+    def _forget(self, now: float) -> None:
+        """Forget those that are over, or too many. Servers announce themselves anew every few minutes, or seconds.
+
+        Nobody asks for one that is over, so it comes to the front; not before those there expire, which they do soon.
+        """
+        while self._verified:
+            _, expires = next(iter(self._verified.values()))
+            if len(self._verified) <= MAX_VERIFIED and not is_expired(expires, now):
+                break
+            self._verified.popitem(last=False)
 
     def _examine(self, record: Record) -> Accepted | Refusal:
         split = _split_value(record.value)
@@ -218,5 +231,5 @@ def _split_value(value: bytes) -> tuple[bytes, bytes, bytes] | None:
 
 
 def is_expired(expires: float, now: float) -> bool:
-    """Whether a record is over. What is not a number always is."""
+    """Whether a record has expired. One whose expiry is not a finite number always has."""
     return not (math.isfinite(expires) and now <= expires)

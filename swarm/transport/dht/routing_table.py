@@ -1,7 +1,7 @@
 """The nodes of the DHT that a node knows, by distance (Kademlia: Maymounkov and Mazieres, 2002, section 2.2).
 
-A node's id is the digest of its peer id, so nobody chooses where in the DHT it lies. Nodes that have long been known
-keep their places: a newcomer gets one only where a bucket has room or a known node has stopped answering.
+A node's id is the digest of its peer id, so a node cannot choose its place in the DHT. Nodes that have long been known
+keep their places in the table: a new one gets a place only if its bucket has room or a known node stops answering.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from hivemind.p2p import PeerID
 
 BUCKET_NODES = 20
 SILENT_S = 5.0
-"""How long a node that did not answer is not asked again, doubled with each further time."""
+"""How long a node that did not answer is not asked again; the time doubles with each further failure."""
 
 MAX_UNREACHABLE_S = 60.0
-"""The longest silence after a node that did not answer: one that is started again is soon asked again."""
+"""The longest such time after no answer, so that a node that was restarted is soon asked again."""
 
 MAX_SILENT_S = 300.0
-"""The longest silence after a wrong answer."""
+"""The longest such time after a wrong answer."""
 
 MAX_SILENT_NODES = 1024
 
 
 def node_id_of(peer: PeerID) -> bytes:
-    """The only id under which the peer may be a node of the DHT: a key, so that nodes and records have distances."""
+    """The only id that the peer may have as a node of the DHT: a key, so that nodes and records have distances."""
     return _node_id(peer.to_bytes())
 
 
@@ -47,7 +47,7 @@ class _Bucket:
     nodes: OrderedDict[PeerID, int] = field(default_factory=OrderedDict)  # the one heard of longest ago first
     waiting: PeerID | None = None
     asked: PeerID | None = None
-    """Who is being asked whether it still lives, on behalf of the one that waits."""
+    """The node that is being pinged, on behalf of the one that waits for its place."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ class RoutingTable:
         self._silent: OrderedDict[PeerID, _Silence] = OrderedDict()
 
     def __len__(self) -> int:
-        """Known nodes. May be called from any thread: the copy keeps a bucket that is added meanwhile from harm."""
+        """Known nodes. May be called from any thread: a bucket may be added meanwhile, hence the copy."""
         return sum(len(bucket.nodes) for bucket in list(self._buckets.values()))
 
     def __contains__(self, peer: PeerID) -> bool:
@@ -81,9 +81,9 @@ class RoutingTable:
         return [peer.to_base58() for bucket in self._buckets.values() for peer in bucket.nodes]
 
     def add(self, peer: PeerID) -> PeerID | None:
-        """A node was heard of. If its bucket is full it waits, and the node to ask whether it still lives is returned.
+        """A node was heard of. If its bucket is full, it waits, and the node to ping is returned.
 
-        One waits at a time: while an answer is outstanding, further newcomers are forgotten.
+        Only one waits at a time: until the ping is answered or has failed, further new nodes are ignored.
         """
         if peer == self._own:
             return None
@@ -99,7 +99,7 @@ class RoutingTable:
         return bucket.asked
 
     def answered(self, peer: PeerID) -> None:
-        """A node answered; whoever waited for its place has to look for another one."""
+        """A node answered; a node that waited for its place does not get it."""
         self._silent.pop(peer, None)
         bucket = self._buckets.get(self._bucket_of(position(node_id_of(peer))))
         if bucket is not None and peer in bucket.nodes:
@@ -122,7 +122,7 @@ class RoutingTable:
             bucket.waiting = bucket.asked = None
 
     def longest_unheard(self) -> list[PeerID]:
-        """Of each bucket, the node that was heard of longest ago. If any of the bucket is gone, it is most likely."""
+        """Of each bucket, the node that was heard of longest ago, which is the most likely to be gone."""
         return [next(iter(bucket.nodes)) for bucket in self._buckets.values() if bucket.nodes]
 
     def is_silent(self, peer: PeerID, now: float) -> bool:

@@ -1,9 +1,10 @@
 """Which node of the DHT a search asks next. Pure: it sends nothing and knows no clock.
 
 A search asks, for each target, the nodes nearest to it (as Kademlia does), and learns of nearer ones from the answers.
-An answer may lie. So the nodes that this peer knew by itself are always asked, whatever others say; a node names only a
-few others for each target; and of a node that named several which did not answer, nothing more is believed. Otherwise
-one liar could fill the neighborhood of every target with nodes that are not there.
+Answers may be lies. So the nodes that this peer already knew are always asked, whatever the answers say. Each node may
+name only a few others for each target. If they do not all fit, the nearest names of each node are kept, so what honest
+nodes name is kept too, however many liars name each other. A node that has named several nodes that do not answer is no
+longer believed. Otherwise liars could fill the neighborhood of every target with nodes that do not exist.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ from swarm.transport.dht.routing_table import BUCKET_NODES, node_id_of, position
 MAX_TARGETS = 16
 """Targets of one request."""
 
-MAX_NODES = 2048
-"""Nodes that one search learns of."""
+MAX_NAMED = 256
+"""How many nodes named by others are kept for one target. If 64 nodes name different ones, four of each are kept."""
 
-MAX_NODES_OF_ONE = 256
-"""Of these, as many as one node may name: more than an honest one knows, and too few to leave no room for others."""
+MAX_ASKED = 128
+"""How many nodes named by others are asked for one target. Without liars, about thirty are, in a swarm of thousands."""
 
 MAX_FALSE_NAMES = 5
-"""A node may name so many others that do not answer, before it is not believed any more."""
+"""After naming this many nodes that do not answer, a node is no longer believed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,10 +43,74 @@ class Request:
 @dataclass(slots=True)
 class _Node:
     own: bool
+    targets: set[bytes] = field(default_factory=set)
+    """For which it was named."""
     named_by: set[PeerID] = field(default_factory=set)
     failed: bool = False
     answered: bool = False
     asked: set[bytes] = field(default_factory=set)
+
+
+class _Neighborhood:
+    """The nodes that are known for one target, by their distance.
+
+    Attributes:
+        nearest: all of them.
+        own: those that this peer knew by itself: looking for them among all takes long.
+        asked: of the others, how many were asked.
+    """
+
+    def __init__(self, target: bytes) -> None:
+        self._place = position(target)
+        self._ranks: dict[PeerID, int] = {}
+        """Of each one that others named and that was not asked yet: its best place among one node's names."""
+        self._by_rank: list[dict[PeerID, None]] = [{} for _ in range(BUCKET_NODES)]
+        self.nearest: list[tuple[int, PeerID]] = []
+        self.own: list[tuple[int, PeerID]] = []
+        self.asked = 0
+
+    def add_own(self, peer: PeerID) -> None:
+        """This peer knew a node by itself."""
+        self._insert(self.nearest, peer)
+        self._insert(self.own, peer)
+
+    def add_named(self, peer: PeerID, rank: int) -> PeerID | None:
+        """Another node named a new one, as its `rank`th. Returns which node is known no longer, if any."""
+        self._ranks[peer] = rank
+        self._by_rank[rank][peer] = None
+        self._insert(self.nearest, peer)
+        if len(self._ranks) + self.asked <= MAX_NAMED:
+            return None
+        last = next(reversed(next(filter(None, reversed(self._by_rank)))))  # of the last rank, the newest
+        self._forget_rank(last)
+        self.nearest.pop(bisect.bisect_left(self.nearest, self._distance(last), key=_distance_of))
+        return last
+
+    def name_again(self, peer: PeerID, rank: int) -> None:
+        """Another node has named it, too."""
+        if rank < self._ranks.get(peer, 0):
+            self._forget_rank(peer)
+            self._ranks[peer] = rank
+            self._by_rank[rank][peer] = None
+
+    def note_asked(self, peer: PeerID) -> None:
+        """A node is asked for this target."""
+        if peer in self._ranks:
+            self._forget_rank(peer)
+            self.asked += 1
+
+    def _forget_rank(self, peer: PeerID) -> None:
+        del self._by_rank[self._ranks.pop(peer)][peer]
+
+    def _insert(self, order: list[tuple[int, PeerID]], peer: PeerID) -> None:
+        bisect.insort(order, (self._distance(peer), peer), key=_distance_of)
+
+    def _distance(self, peer: PeerID) -> int:
+        return position(node_id_of(peer)) ^ self._place
+
+
+def _distance_of(known: tuple[int, PeerID]) -> int:
+    return known[0]
 
 
 class Search:
@@ -53,10 +118,10 @@ class Search:
 
     Args:
         targets: what is looked for.
-        known: nodes that this peer knows by itself.
-        breadth: for each target, so many of the nearest nodes are asked.
+        known: nodes that this peer already knows.
+        breadth: how many of the nodes nearest to each target are asked.
         own: this peer, which is never asked.
-        is_silent: whether a node has failed before and should not be asked, whoever names it.
+        is_silent: whether a node has failed before and should not be asked, even if an answer names it.
     """
 
     def __init__(
@@ -72,57 +137,65 @@ class Search:
         self._is_silent = is_silent
         self._nodes: dict[PeerID, _Node] = {}
         self._false_names: Counter[PeerID] = Counter()
-        self._new_names: Counter[PeerID] = Counter()
         self._planned: list[Request] | None = None
-        self._nearest: dict[bytes, list[tuple[int, PeerID]]] = {target: [] for target in targets}
-        """For each target, the known nodes by their distance."""
-        self._own_nearest: dict[bytes, list[tuple[int, PeerID]]] = {target: [] for target in targets}
-        """For each target, those of them that this peer knew by itself: looking for them among all takes long."""
+        self._wanted_for: dict[bytes, list[PeerID]] = {}
+        """`_wanted` of the targets for which nothing has changed since; to find it out takes longest of all."""
+        self._near = {target: _Neighborhood(target) for target in targets}
         for peer in known:
-            self._learn(peer, None)
+            if peer != own and peer not in self._nodes:
+                self._nodes[peer] = _Node(own=True)
+                for near in self._near.values():
+                    near.add_own(peer)
 
     def next_request(self) -> Request | None:
-        """The request to send next; None if there is none until another one is answered, or at all."""
+        """The request to send next; None if the search has to wait for an answer, or is done."""
         if self._planned is None:
             self._planned = self._plan()
         if not self._planned:
             return None
         request = self._planned.pop()
         self._nodes[request.peer].asked.update(request.targets)
+        for target in request.targets:
+            self._near[target].note_asked(request.peer)
+            self._wanted_for.pop(target, None)
         return request
 
     def answered(self, request: Request, neighbors: Mapping[bytes, Sequence[PeerID]]) -> None:
         """A node answered, and named other nodes for some of the targets."""
         node = self._nodes[request.peer]
+        if not self._is_credible(node):
+            self._wanted_for.clear()
         node.answered = True
         for target in request.targets:
-            for peer in list(neighbors.get(target, ()))[:BUCKET_NODES]:
-                self._learn(peer, request.peer)
+            for rank, peer in enumerate(neighbors.get(target, ())[:BUCKET_NODES]):
+                if peer != self._own:
+                    self._learn(target, peer, rank, request.peer)
 
     def failed(self, request: Request) -> None:
         """A node did not answer, or wrongly."""
         node = self._nodes[request.peer]
         node.failed = True
         self._planned = None
+        self._wanted_for.clear()
         if not node.own:
             self._false_names.update(node.named_by)
 
     def nearest(self, target: bytes, count: int) -> list[PeerID]:
         """The nodes nearest to `target` that answered, nearest first."""
-        found = (
-            peer for _, peer in self._nearest[target] if self._nodes[peer].answered and not self._nodes[peer].failed
-        )
-        return [peer for _, peer in zip(range(count), found, strict=False)]
+        nodes, order = self._nodes, self._near[target].nearest
+        return list(islice((peer for _, peer in order if nodes[peer].answered and not nodes[peer].failed), count))
 
     @property
     def any_answered(self) -> bool:
         return any(node.answered for node in self._nodes.values())
 
     def _plan(self) -> list[Request]:
-        """What to ask if nothing new is learned, last first: nodes of our own, then those that may know most."""
+        """What to ask if nothing new is learned, last first: nodes known before, then those near most targets."""
         wanted: dict[PeerID, list[bytes]] = {}
-        for target in self._nearest:
-            for peer in self._wanted(target):
+        for target in self._near:
+            if target not in self._wanted_for:
+                self._wanted_for[target] = self._wanted(target)
+            for peer in self._wanted_for[target]:
                 wanted.setdefault(peer, []).append(target)
         return [
             Request(peer, tuple(wanted[peer][first : first + MAX_TARGETS]))
@@ -131,11 +204,12 @@ class Search:
         ]
 
     def _wanted(self, target: bytes) -> list[PeerID]:
-        """The nodes that should be asked for the target now: of the nearest ones, and of the nearest of our own."""
-        nodes = self._nodes
-        nearest = (peer for _, peer in self._nearest[target] if self._is_worth_asking(nodes[peer]))
-        own = (peer for _, peer in self._own_nearest[target] if not nodes[peer].failed)
-        chosen = dict.fromkeys((*islice(nearest, self._breadth), *islice(own, self._breadth)))
+        """The nodes to ask for the target now: of the nearest ones, and of the nearest that were known before."""
+        nodes, near = self._nodes, self._near[target]
+        worth = (peer for _, peer in near.nearest if self._is_worth_asking(nodes[peer]))
+        own = (peer for _, peer in near.own if not nodes[peer].failed)
+        others = self._breadth if near.asked < MAX_ASKED else 0
+        chosen = dict.fromkeys((*islice(worth, others), *islice(own, self._breadth)))
         return [peer for peer in chosen if target not in nodes[peer].asked]
 
     def _is_worth_asking(self, node: _Node) -> bool:
@@ -144,22 +218,21 @@ class Search:
     def _is_credible(self, node: _Node) -> bool:
         return node.own or node.answered or any(self._false_names[one] < MAX_FALSE_NAMES for one in node.named_by)
 
-    def _learn(self, peer: PeerID, named_by: PeerID | None) -> None:
-        if peer == self._own:
-            return
-        node = self._nodes.get(peer)
+    def _learn(self, target: bytes, peer: PeerID, rank: int, named_by: PeerID) -> None:
+        node, near = self._nodes.get(peer), self._near[target]
         if node is None:
-            if len(self._nodes) >= MAX_NODES or (named_by is not None and self._is_silent(peer)):
+            if self._is_silent(peer):
                 return
-            if named_by is not None:
-                if self._new_names[named_by] >= MAX_NODES_OF_ONE:
-                    return
-                self._new_names[named_by] += 1
-            node = self._nodes[peer] = _Node(own=named_by is None)
-            self._planned = None
-            place = position(node_id_of(peer))
-            for orders in (self._nearest, self._own_nearest) if node.own else (self._nearest,):
-                for target, order in orders.items():
-                    bisect.insort(order, (place ^ position(target), peer), key=lambda pair: pair[0])
-        if named_by is not None:
+            node = self._nodes[peer] = _Node(own=False)
+        if not node.own:
             node.named_by.add(named_by)
+            if target in node.targets:
+                near.name_again(peer, rank)
+                return
+            node.targets.add(target)
+            self._planned = None
+            self._wanted_for.pop(target, None)
+            if (dropped := near.add_named(peer, rank)) is not None:
+                self._nodes[dropped].targets.discard(target)
+                if not self._nodes[dropped].targets:
+                    del self._nodes[dropped]

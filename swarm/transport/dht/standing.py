@@ -1,9 +1,9 @@
-"""Which owners of records a peer knows for long, and whom it keeps where there is not room for all.
+"""Which owners of records a peer has known for long, and whose records it keeps when there is no room for all.
 
-Identities cost nothing, so whoever makes ten thousand of them must not push out those that were there before: a peer
-keeps first the owners that have served it, then those that have long been there, the oldest first. A quarter of the
-places is left to newcomers. Among them a lottery decides, whose tickets are secret to each peer, so that an owner that
-loses at one peer may win at the next.
+Identities cost nothing, so ten thousand new ones must not displace those that were there before. A peer keeps first the
+owners that have served it, then long-standing ones, the longest-standing first. A quarter of the places is reserved for
+new owners. Among these a lottery decides whose tickets each peer keeps secret, so that an owner that loses at one peer
+may win at the next.
 """
 
 from __future__ import annotations
@@ -12,16 +12,17 @@ import hashlib
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 
 ESTABLISHED_AFTER_S = 600.0
-"""An owner that has been there for so long is no newcomer."""
+"""An owner that was first seen this long ago is long-standing."""
 
 FORGET_AFTER_S = 3600.0
-"""An owner that has not been seen for so long is a newcomer again, and so is a service that long ago no merit."""
+"""An owner that was not seen for this long is new again. A service counts for this long."""
 
 MAX_REMEMBERED = 16384
 SENIOR_SHARE = 0.75
-"""Share of the places that long-standing owners may take from newcomers."""
+"""Share of the places that long-standing owners may take from new ones."""
 
 
 @dataclass(slots=True)
@@ -35,7 +36,7 @@ class Standing:
     """What one peer remembers of the owners of records. All times are seconds of one clock, passed in by the caller.
 
     Args:
-        salt: secret of this peer, which makes the tickets of its lottery.
+        salt: this peer's secret, from which the tickets of its lottery are made.
         max_remembered: owners that are remembered.
     """
 
@@ -57,24 +58,28 @@ class Standing:
         self._forget(now)
 
     def note_served(self, owner: str, now: float) -> None:
-        """The owner has done what this peer asked for. Who was never seen has no record to be kept."""
+        """The owner has done what this peer asked for. Nothing is kept for an owner that was never seen."""
         if (memory := self._known.get(owner)) is not None:
             memory.served_at = now
 
     def note_failed(self, owner: str) -> None:
-        """The owner has failed this peer: what it did before counts no more."""
+        """The owner has failed this peer: its earlier services count no longer."""
         if (memory := self._known.get(owner)) is not None:
             memory.served_at = float("-inf")
+
+    def is_established(self, owner: str, now: float) -> bool:
+        """Whether the owner is no newcomer: it has served this peer, or has long been there."""
+        return self._rank(owner, now)[0] < 2
 
     def select(
         self, owners: Iterable[str], limit: int, now: float, groups: Mapping[str, str] | None = None
     ) -> list[str]:
-        """Those of the owners that are kept, the best first.
+        """The owners that are kept, the best first.
 
         Args:
             limit: places.
-            groups: owner -> the network that it is in. Networks get newcomers' places in turn, so that many owners in
-                one network compete with each other, not with those elsewhere.
+            groups: owner -> the network that it is in. Networks get the places of new owners in turn, so that many
+                owners in one network compete with each other, not with those elsewhere.
         """
         ranked = sorted((self._rank(owner, now), owner) for owner in set(owners))
         served = sum(rank[0] == 0 for rank, _ in ranked)
@@ -101,12 +106,17 @@ class Standing:
         return [owner for _, _, owner in sorted(order)]
 
     def _ticket(self, owner: str) -> bytes:
-        return hashlib.blake2b(owner.encode(), key=self._salt, digest_size=8).digest()
+        return _ticket(self._salt, owner)
 
     def _forget(self, now: float) -> None:
-        """Forget those not seen for long, and if there are still too many, the youngest: they lose least."""
+        """Forget owners not seen for long, and if there are still too many, the newest: they lose least."""
         while self._known and now - next(iter(self._known.values())).last_seen > FORGET_AFTER_S:
             self._known.popitem(last=False)
         if len(self._known) > self._max_remembered:
             kept = set(self.select(self._known, self._max_remembered * 7 // 8, now))
             self._known = OrderedDict((owner, memory) for owner, memory in self._known.items() if owner in kept)
+
+
+@lru_cache(maxsize=MAX_REMEMBERED)
+def _ticket(salt: bytes, owner: str) -> bytes:
+    return hashlib.blake2b(owner.encode(), key=salt, digest_size=8).digest()

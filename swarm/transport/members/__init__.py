@@ -1,1 +1,1 @@
-"""The lock of a private swarm: members prove to each other that they are, on every stream and in the DHT."""
+"""The lock of a private swarm: peers prove their membership to each other, on every stream and in the DHT."""

@@ -1,8 +1,8 @@
-"""Requests and responses of a private swarm's DHT carry proofs of membership; others are neither answered nor believed.
+"""Puts proofs of membership into the requests and responses of a private swarm's DHT, and refuses those without one.
 
-The proofs lie in the `auth` fields that hivemind has for its authorizers. An authorizer itself is told neither whom a
-request is for nor where it came from. A stranger whom a member calls could hand the request on to another member and
-have it answered. So this lock sits one layer deeper, where libp2p's peer ids of both sides are known, and signs them.
+The proofs are in the `auth` fields that hivemind has for its authorizers. An authorizer itself learns neither the
+receiver of a request nor its sender, so a stranger that a member calls could pass the request on to another member and
+get it answered. This lock sits one layer deeper, where libp2p's peer ids of both sides are known, and signs them.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class DhtLock:
     """Signs and verifies what one member sends to others and gets from them.
 
     Messages are hivemind's protobufs with an `auth` field. The signature covers the message with that field empty, its
-    type, both peer ids, and a nonce of the one that asks. Nobody but the two peers sees a message, and it is for one
-    receiver, so that a request needs no memory of earlier nonces.
+    type, both peer ids, and a nonce of the one that asks. libp2p encrypts a message, and it names its receiver, so the
+    receiver need not remember earlier nonces.
     """
 
     def __init__(self, membership: Membership, now: Callable[[], float] = time.time) -> None:

@@ -1,10 +1,9 @@
-"""The gate of a peer of a private swarm: every stream passes it, and streams of those who are no longer members end."""
+"""The gate of a private swarm's peer: every stream has to pass it, and it ends the streams of former members."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from weakref import WeakKeyDictionary
@@ -19,14 +18,15 @@ from swarm.transport.stream import FrameStream
 logger = logging.getLogger(__name__)
 
 HANDSHAKE_TIMEOUT_S = 10.0
-"""Time limit for the whole exchange: three messages of less than a kilobyte, and a list of revocations at times."""
+"""Time limit for the whole exchange: three messages of less than a kilobyte, and sometimes a list of revocations."""
 
 MAX_UNPROVEN = 256
 MAX_UNPROVEN_OF_PEER = 8
-"""Streams that may be in their first exchange at the same time: of all peers that never proved anything, and of one."""
+"""Streams that may be in their first exchange at the same time: of all peers without an earlier proof, and of one. If
+there are more, the peer with the most of them loses its oldest one: a member needs only one, and only for a moment."""
 
 MAX_PROVEN_PEERS = 1024
-"""Peers that are remembered to have proven their membership, so that a crowd of strangers cannot shut them out."""
+"""Peers whose proof of membership is remembered, so that a crowd of strangers cannot shut them out."""
 
 REFUSAL_TIMEOUT_S = 2.0
 """How long a stranger's stream stays open after the refusal, so that it can be read."""
@@ -45,9 +45,10 @@ class MemberGate:
     def __init__(self, membership: Membership, own_id: str) -> None:
         self.membership = membership
         self.news = asyncio.Event()
-        """Set when a newer list of revocations has been learnt."""
+        """Set when this peer has learned a newer list of revocations."""
         self._own_id = own_id
-        self._unproven: Counter[str] = Counter()
+        self._unproven: dict[str, dict[FrameStream, None]] = {}
+        """The streams of each peer that have not passed yet, the oldest first."""
         self._proven: dict[str, None] = {}
         self._streams: WeakKeyDictionary[FrameStream, Certificate] = WeakKeyDictionary()
 
@@ -70,8 +71,8 @@ class MemberGate:
         self._streams[stream] = certificate
 
     async def admit(self, stream: FrameStream) -> None:
-        """Have the peer that opened a stream prove its membership, and prove this one's. Raises as `enter`."""
-        with self._counted(stream.peer_id), self._watch_for_news():
+        """Have the peer that opened a stream prove its membership, and prove this one's. Raises the same as `enter`."""
+        with self._counted(stream), self._watch_for_news():
             try:
                 async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
                     certificate = await admit_dialer(stream, self._own_id, self.membership)
@@ -85,7 +86,7 @@ class MemberGate:
 
     async def refuse_stranger(self, stream: FrameStream) -> None:
         """Answer a stream of the open protocol with a refusal, whatever it asks. Raises `PeerLost`."""
-        with self._counted(stream.peer_id):
+        with self._counted(stream):
             await stream.send(messages.refusal(NotAMember(STRANGER_REFUSED)))
             await _let_read(stream)
 
@@ -100,21 +101,37 @@ class MemberGate:
                 stream.abort()
 
     @contextmanager
-    def _counted(self, peer: str) -> Iterator[None]:
-        """While a stream has not passed. Raises `PeerLost` if there are too many of them."""
-        strangers = self._unproven.total() if peer not in self._proven else 0
-        if self._unproven[peer] >= MAX_UNPROVEN_OF_PEER or strangers >= MAX_UNPROVEN:
+    def _counted(self, stream: FrameStream) -> Iterator[None]:
+        """Count a stream that has not passed yet. Raises `PeerLost` if its peer has too many of them."""
+        peer = stream.peer_id
+        if len(self._unproven.get(peer, ())) >= MAX_UNPROVEN_OF_PEER:
             raise PeerLost(f"too many streams without a proof of membership; one of …{peer[-6:]} is closed")
-        self._unproven[peer] += 1
+        if peer not in self._proven:
+            self._make_room()
+        self._unproven.setdefault(peer, {})[stream] = None
         try:
             yield
         finally:
-            self._unproven[peer] -= 1
-            if not self._unproven[peer]:
-                del self._unproven[peer]
+            self._forget_unproven(stream)
+
+    def _make_room(self) -> None:
+        """Close a stream of a stranger if there are too many of them."""
+        strangers = [streams for peer, streams in self._unproven.items() if peer not in self._proven]
+        if sum(map(len, strangers)) >= MAX_UNPROVEN:
+            most = max(strangers, key=len)
+            oldest = next(iter(most))
+            logger.debug("too many streams without a proof of membership; one of …%s is closed", oldest.peer_id[-6:])
+            self._forget_unproven(oldest)
+            oldest.abort()
+
+    def _forget_unproven(self, stream: FrameStream) -> None:
+        streams = self._unproven.get(stream.peer_id, {})
+        streams.pop(stream, None)
+        if not streams:
+            self._unproven.pop(stream.peer_id, None)
 
     def _remember(self, peer: str) -> None:
-        """A peer has proven its membership. If there are too many, the one whose proof is oldest is forgotten."""
+        """Remember that a peer has proven its membership. If there are too many, the oldest proof is forgotten."""
         self._proven.pop(peer, None)
         self._proven[peer] = None
         if len(self._proven) > MAX_PROVEN_PEERS:
@@ -131,7 +148,7 @@ class MemberGate:
 
 
 async def _let_read(stream: FrameStream) -> None:
-    """Wait until the other side closes the stream, for a while: closing it here could discard what was sent last."""
+    """Wait a while until the other side closes the stream: closing it here could discard what was sent last."""
     with suppress(TimeoutError):
         async with asyncio.timeout(REFUSAL_TIMEOUT_S):
             await stream.discard_incoming()

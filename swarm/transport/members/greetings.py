@@ -1,7 +1,7 @@
-"""Greetings: members open a stream to each other and close it again. The handshake hands on the newest revocations.
+"""Greetings: members open a stream to each other and close it again. The handshake passes on the newest revocations.
 
-With a list that is new to it, a peer greets all its neighbors at once. So a revocation reaches a swarm as fast as news
-spreads, whoever was told first, and each peer asks a few others every `GREETING_PERIOD_S` in case it was missed.
+A peer that learns a new list greets all its neighbors at once. So a revocation spreads quickly, whichever peer hears of
+it first. Each peer also greets a few others every `GREETING_PERIOD_S` seconds, in case it missed one.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ async def greet_all(peer_ids: Iterable[str], greet: Greet) -> dict[str, RemoteEr
 
 
 def require_welcome(results: dict[str, RemoteError | None]) -> None:
-    """Raise `MembershipError` if no initial peer took this one as a member, and at least one said so.
+    """Raise `MembershipError` if no initial peer accepted this one as a member, and at least one refused it.
 
-    Where none answered at all, joining the DHT tells what is wrong.
+    If none answered at all, joining the DHT fails with an error that says so.
     """
     refusals = [error for error in results.values() if isinstance(error, NotAMember)]
     if refusals and None not in results.values():
@@ -55,7 +55,7 @@ def require_welcome(results: dict[str, RemoteError | None]) -> None:
 
 
 class Greetings:
-    """The loop that keeps a peer's revocations new, and ends the streams of those who are no longer members.
+    """The loop that keeps a peer's revocations up to date, and ends the streams of former members.
 
     Args:
         gate: this peer's.

@@ -1,9 +1,9 @@
 """The exchange that begins every stream of a private swarm. Both sides prove membership before anything else is said.
 
-The dialer proves first, so that the acceptor says nothing but a nonce to a stranger. Each signature is over both peer
-ids, as libp2p has authenticated them, and over the nonces of both sides: it is of no use to anybody else, or later.
+The dialer proves first, so that the acceptor reveals nothing but a nonce to a stranger. Each signature covers both peer
+ids, as authenticated by libp2p, and the nonces of both sides, so no other peer can use it, and neither peer can later.
 
-Both sides tell the number of the newest revocations that they have seen, and the one with the newer list hands it on.
+Both sides say the number of the newest revocations that they have seen, and the one with the newer list sends it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ async def prove_as_dialer(stream: Stream, own_id: str, membership: Membership) -
     if proof.nonce != challenge.nonce:
         raise MembershipNotProven(f"peer …{stream.peer_id[-6:]} answered another exchange")
     if proof.revocations < number:
-        # The list that it was told of: a list learnt meanwhile may be newer still, and has a higher number.
+        # The list that was announced to it. One learned meanwhile has a higher number, which is fine too.
         await stream.send(NewerRevocations(), membership.revocations.encoded)
     return certificate
 

@@ -18,9 +18,13 @@ from swarm.transport.dht import messages
 from swarm.transport.dht import node as module
 from swarm.transport.dht import protocol as protocol_module
 from swarm.transport.dht.node import FoundRecord
-from swarm.transport.dht.protocol import MAX_BAD_RECORDS, REQUEST_TIMEOUT_S
+from swarm.transport.dht.protocol import MAX_BAD_RECORDS, REQUEST_TIMEOUT_S, Found
 from swarm.transport.dht.records import Refusal, key_bytes, sign
+from swarm.transport.dht.request_budget import CheckBudget
+from swarm.transport.dht.standing import ESTABLISHED_AFTER_S
 from swarm.transport.p2p import P2PConfig, Peer
+from tests.garbage import left_to_collector
+from tests.transport.dht.answers import answer_finds
 from tests.transport.dht.hostile import Anywhere, dictionary, private_key
 from tests.transport.dht.test_search import liar
 
@@ -56,19 +60,6 @@ def play(scenario: Callable[[Peers], Awaitable[None]]) -> None:
             await scenario(peers)
 
     uvloop.run(run())
-
-
-def answer_finds(peer: Peer, answer: Callable[[dht_pb2.FindRequest], Awaitable[dht_pb2.FindResponse]]) -> None:
-    """Let a peer answer all look-ups like this from now on."""
-
-    async def handle(request: bytes, sender: PeerID) -> bytes:
-        response = await answer(dht_pb2.FindRequest.FromString(request))
-        response.peer.CopyFrom(peer.dht.protocol.node_info)
-        return bytes(response.SerializeToString())
-
-    handlers = peer.dht.p2p._client.control.unary_handlers
-    [name] = [name for name in handlers if name.endswith("rpc_find")]
-    handlers[name] = handle
 
 
 def test_what_one_peer_stores_all_others_find():
@@ -137,6 +128,21 @@ def test_a_node_that_hangs_costs_one_request_and_then_nothing():
     play(scenario)
 
 
+def test_a_look_up_that_somebody_did_not_answer_leaves_nothing_behind():
+    async def scenario(peers: Peers) -> None:
+        first, second = await peers.add(), await peers.add()
+        gone = await peers.add()
+        await second.dht.find(["models"])
+        await gone.shutdown()
+        first.dht.protocol.table.add(PeerID.from_base58(gone.peer_id))
+        with left_to_collector() as found:
+            await first.dht.find(["models"])
+            assert first.dht.protocol.table.is_silent(PeerID.from_base58(gone.peer_id), time.monotonic())
+        assert {name: count for name, count in found.items() if "dht" in name} == {}
+
+    play(scenario)
+
+
 def test_a_look_up_ends_when_its_time_is_over(monkeypatch):
     async def scenario(peers):
         await peers.add()
@@ -152,6 +158,109 @@ def test_a_look_up_ends_when_its_time_is_over(monkeypatch):
         assert time.monotonic() - began < REQUEST_TIMEOUT_S
         monkeypatch.undo()
         assert await client.dht.find(["a"]) == {"a": []}  # the next one is not held up
+
+    play(scenario)
+
+
+def test_what_was_found_stays_known_until_it_expires(monkeypatch, caplog):
+    """A look-up that is cut short, or that liars answer, takes nothing away from what a reader knows."""
+
+    async def scenario(peers):
+        first = await peers.add()
+        now = time.time()
+        assert await first.dht.store([("a", b"x", now + LONG_S), ("b", b"y", now + LONG_S)]) == [True, True]
+        client = await peers.add(listen=False)
+        found = await client.dht.find(["a", "b"])
+        known = client.dht.protocol.table.peer_ids()
+
+        async def never(peer, keys):
+            await asyncio.Event().wait()
+
+        async def hide(peer, keys):
+            return Found({key: [] for key in keys}, {key: [] for key in keys})
+
+        async def half(peer, keys):
+            if key_bytes("a") in keys:
+                await asyncio.Event().wait()
+            return Found({}, {})
+
+        monkeypatch.setattr(client.dht.protocol, "call_find", hide)
+        assert await client.dht.find(["b", "a"]) == found
+        monkeypatch.setattr(module, "KEYS_PER_SEARCH", 1)
+        monkeypatch.setattr(client.dht.protocol, "call_find", half)
+        assert await client.dht.find(["a", "b"], timeout_s=0.5) == found
+        assert "took more than" in caplog.text
+        monkeypatch.setattr(client.dht.protocol, "call_find", never)
+        with pytest.raises(DhtError, match="none of the"):
+            await client.dht.find(["a", "b"], timeout_s=0.2)
+        monkeypatch.setattr(client.dht.protocol, "call_find", hide)
+        monkeypatch.setattr(module.time, "time", lambda: now + LONG_S + 1)
+        assert await client.dht.find(["a", "b"]) == {"a": [], "b": []}
+        assert client.dht.protocol.table.peer_ids() == known
+        assert not client.dht._found
+
+    play(scenario)
+
+
+def test_the_last_keys_of_a_look_up_have_time_as_well(monkeypatch):
+    """Otherwise whoever answers slowly for the first ones could hide them."""
+
+    async def scenario(peers):
+        first = await peers.add()
+        assert await first.dht.store([("b", b"y", time.time() + LONG_S)]) == [True]
+        client = await peers.add(listen=False)
+        ask = client.dht.protocol.call_find
+
+        async def slow_for_a(peer, keys):
+            if key_bytes("a") in keys:
+                await asyncio.Event().wait()
+            return await ask(peer, keys)
+
+        monkeypatch.setattr(client.dht.protocol, "call_find", slow_for_a)
+        monkeypatch.setattr(module, "KEYS_PER_SEARCH", 1)
+        monkeypatch.setattr(module, "MIN_SEARCH_S", 0.0)
+        found = await client.dht.find(["a", "b"], timeout_s=4.0)
+        assert [record.payload for record in found["b"]] == [b"y"]
+
+    play(scenario)
+
+
+def test_a_reader_remembers_so_much_and_no_more(monkeypatch):
+    async def scenario(peers):
+        first = await peers.add()
+        expires = time.time() + LONG_S
+        names = [str(number) for number in range(8)]
+        assert all(await first.dht.store([(name, b"x", expires) for name in names]))
+        client = await peers.add(listen=False)
+        monkeypatch.setattr(module, "MAX_REMEMBERED", 3)
+        for name in names:
+            await client.dht.find([name])
+        assert list(client.dht._found) == [key_bytes(name) for name in names[-3:]]
+
+    play(scenario)
+
+
+def test_strangers_cannot_have_a_node_verify_without_end():
+    """However many identities they have; who has long been there is still heard."""
+
+    async def scenario(peers):
+        first = await peers.add()
+        expires = time.time() + LONG_S
+        old, stranger = await peers.add(), await peers.add()
+        first.dht.standing.note_seen(old.peer_id, time.time() - ESTABLISHED_AFTER_S - 1)
+        first.dht.protocol._checks = CheckBudget(burst=8.0, refill_per_s=0.0)
+        refused = []
+        first.dht.protocol.observe_refusal = refused.append
+        target = PeerID.from_base58(first.peer_id)
+
+        async def store(peer, number):
+            key = peer.identity.private_key
+            return await peer.dht.protocol.call_store(target, [sign(str(number), b"x", expires, key)])
+
+        assert [await store(stranger, number) for number in range(6)] == [[True]] * 4 + [[False]] * 2
+        assert refused == [Refusal.BUSY] * 2
+        assert await store(old, 0) == [True]
+        assert not stranger.dht.protocol.table.is_silent(target, time.monotonic())  # it did nothing wrong
 
     play(scenario)
 
@@ -277,6 +386,23 @@ def test_a_bootstrap_peer_that_looks_nothing_up_forgets_who_is_gone(monkeypatch)
             while goes.peer_id in first.dht.known_peers:
                 await asyncio.sleep(0.02)
         assert stays.peer_id in first.dht.known_peers
+
+    play(scenario)
+
+
+def test_records_that_are_over_take_no_memory_even_if_nobody_asks_for_them(monkeypatch):
+    monkeypatch.setattr(protocol_module, "CHECK_PERIOD_S", 0.05)
+
+    async def scenario(peers):
+        first, second = [await peers.add() for _ in range(2)]
+        assert await second.dht.store(
+            [("soon over", b"payload", time.time() + 1), ("models", b"payload", time.time() + 100)]
+        )
+        kept = first.dht.protocol.store
+        assert len(kept) == 2
+        async with asyncio.timeout(30):
+            while len(kept) > 1:
+                await asyncio.sleep(0.02)
 
     play(scenario)
 

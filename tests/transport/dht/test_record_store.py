@@ -36,7 +36,7 @@ def test_what_is_stored_is_found_until_it_is_over():
     assert len(node) == 3
     assert owners(node, now=NOW + 31) == {"a"}
     assert len(node) == 2
-    node.remove_expired(NOW + 61)
+    assert owners(node, now=NOW + 61) == owners(node, OTHER, now=NOW + 61) == set()
     assert (len(node), node.size_bytes) == (0, 0)
 
 
@@ -128,7 +128,7 @@ def test_no_sequence_of_stores_hides_who_has_long_been_there_or_exceeds_a_limit(
             assert one in owners(node, now=now)
             assert one in owners(node, OTHER, now=now)
     assert node.size_bytes == sum(one.record.size_bytes for kept in node._by_key.values() for one in kept.values())
-    node.remove_expired(NOW + 10_000)
+    assert not any(node.find(key_bytes(one), NOW + 10_000) for one in ("key", "other", "third"))
     assert (len(node), node.size_bytes, node._by_owner) == (0, 0, {})
 
 
@@ -139,6 +139,28 @@ def test_a_flood_under_many_keys_does_not_reach_who_has_long_been_there():
         put(node, f"stranger {number}", key_bytes(f"key {number}"))
         assert len(node) <= SMALL.records
     assert owners(node) == {"ann"}
+
+
+def test_of_a_full_node_a_few_records_give_way_at_a_time():
+    """Dropping many at once held up everything else that a node does, for as long as it takes to rank all owners."""
+    node = store(StoreLimits(owner_records=3, key_records=8, records=1000))
+    for number in range(50):
+        assert put(node, f"old {number}", key_bytes(str(number)), now=NOW - ESTABLISHED_AFTER_S - 1, expires=NOW + 500)
+    for number in range(3000):
+        before = len(node)
+        put(node, f"stranger {number}", key_bytes(str(number)))
+        assert before - 3 <= len(node) <= 1000
+    assert len(node) > 990
+    for number in range(50):
+        assert f"old {number}" in owners(node, key_bytes(str(number)))
+
+
+def test_a_full_node_has_room_once_records_are_over():
+    node = store(StoreLimits(owner_records=3, key_records=8, records=400))
+    for number in range(400):
+        assert put(node, f"brief {number}", key_bytes(str(number)), expires=NOW + 1)
+    assert all(put(node, f"new {number}", key_bytes(f"new {number}"), now=NOW + 2) for number in range(390))
+    assert len(node) <= 400
 
 
 def test_who_has_long_been_there_is_read_first():

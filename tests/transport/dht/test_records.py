@@ -166,6 +166,20 @@ def test_a_signature_is_verified_once(monkeypatch):
     assert late.check(RECORD) is Refusal.LIFETIME  # what was right is not right for ever
 
 
+def test_records_that_are_over_are_not_remembered():
+    clock = [NOW]
+    checker = RecordChecker(Counting(), now=lambda: clock[0])
+    for number in range(20):
+        checker.check(signed(name=f"key {number}", expires=NOW + 10 + number))
+    assert len(checker._verified) == 20
+    clock[0] = NOW + 25.5
+    assert isinstance(checker.check(signed(name="a newer one", expires=clock[0] + 30)), Accepted)
+    assert sorted(expires for _, expires in checker._verified.values()) == [
+        *(NOW + 26 + n for n in range(4)),
+        NOW + 55.5,
+    ]
+
+
 def test_what_was_verified_is_forgotten_in_time(monkeypatch):
     monkeypatch.setattr("swarm.transport.dht.records.MAX_VERIFIED", 3)
     rules = Counting()

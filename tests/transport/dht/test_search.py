@@ -2,11 +2,12 @@ from __future__ import annotations
 
 import random
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swarm.transport.dht.routing_table import node_id_of, position
-from swarm.transport.dht.search import MAX_FALSE_NAMES, MAX_NODES, MAX_TARGETS, Search
+from swarm.transport.dht.routing_table import BUCKET_NODES, node_id_of, position
+from swarm.transport.dht.search import MAX_ASKED, MAX_FALSE_NAMES, MAX_NAMED, MAX_TARGETS, Request, Search
 from tests.transport.dht.test_routing_table import OWN, PEERS, peer
 
 KEYS = [bytes([number]) * 20 for number in range(40)]
@@ -124,29 +125,70 @@ def test_whatever_liars_say_the_nodes_that_this_peer_knew_are_asked(seed, parall
         for one in nearest:
             if one in own:
                 assert any(request.peer == one and key in request.targets for request in asked)
-    assert len(search._nodes) <= MAX_NODES
+    assert len(search._nodes) <= 5 * (MAX_NAMED + MAX_ASKED) + known + 4
     assert len(asked) <= 5 * (len(honest) + len(liars) + MAX_FALSE_NAMES * len(liars) + parallel)
     assert all(len(request.targets) == len(set(request.targets)) <= MAX_TARGETS for request in asked)
 
 
-def test_one_liar_cannot_use_up_what_a_search_may_learn():
-    """It names twenty others for each of a hundred keys before anybody else answers."""
-    keys = [bytes([number]) * 20 for number in range(100)]
-    first, honest = PEERS[0], PEERS[1:10]
-    search = Search(keys, [first, honest[0]], 8, OWN)
+@pytest.mark.parametrize("liars", [1, 8, 40])
+def test_liars_that_name_each_other_cannot_use_up_what_a_search_may_learn(liars):
+    """Each of them names twenty others for each key, which are there, before anybody else answers."""
+    first, honest = PEERS[:liars], PEERS[100:110]
+    search = Search(KEYS, [*first, honest[0]], 8, OWN)
     waiting = list(iter(search.next_request, None))
-    for request in sorted(waiting, key=lambda one: one.peer != first):
-        fakes = {key: [peer(1000 * (1 + key[0]) + number) for number in range(20)] for key in request.targets}
-        search.answered(request, fakes if request.peer == first else dict.fromkeys(keys, honest))
-    asked = play(search, dict.fromkeys(honest, honest), parallel=8)
-    assert {request.peer for request in asked} >= set(honest[1:])
+    others = [peer(10_000 + number) for number in range(liars * 100)]
+    for request in sorted(waiting, key=lambda one: one.peer not in first):
+        if request.peer in first:
+            rng = random.Random(str(request))
+            search.answered(request, {key: rng.sample(others, 20) for key in request.targets})
+        else:
+            search.answered(request, dict.fromkeys(request.targets, honest))
+    network = dict.fromkeys(honest, honest) | dict.fromkeys(others, others[:20])
+    play(search, network, parallel=8)
+    for key in KEYS:
+        everybody = [*first, *honest, *others]
+        nearest = sorted(everybody, key=lambda one: distance(one, key))[:8]
+        assert {*honest[1:]} & {*nearest} <= set(search.nearest(key, 1000))
 
 
-def test_a_search_learns_of_so_many_nodes_and_no_more():
+def test_who_names_most_gives_way_first():
+    """However many nodes are named, the nearest that an honest one names are asked."""
+    honest = PEERS[0]
+    liars = [peer(1000 + number) for number in range(12)]
+    key = KEYS[0]
+    beside = sorted((peer(10_000 + number) for number in range(5000)), key=lambda one: distance(one, key))
+    search = Search([key], [*liars, honest], 16, OWN)
+    requests = {request.peer: request for request in iter(search.next_request, None)}
+    for number, liar in enumerate(liars):
+        search.answered(requests[liar], {key: beside[20 * number :][:20]})
+    far = PEERS[50:70]
+    search.answered(requests[honest], {key: far})
+    for number in range(12, 40):  # more of the same, later
+        liar = peer(1000 + number)
+        search._learn(key, liar, 0, honest)
+        search.answered(Request(liar, (key,)), {key: beside[20 * number :][:20]})
+    known = {one for _, one in search._near[key].nearest}
+    assert set(far[:4]) <= known
+    assert len(known) <= MAX_NAMED + 13 + 28
+
+
+def test_a_search_asks_so_many_nodes_for_a_target_and_no_more():
+    """Each one names others that are nearer still."""
+    key = KEYS[0]
+    order = sorted((peer(number) for number in range(4000)), key=lambda one: distance(one, key), reverse=True)
+    network = {one: order[number + 1 : number + 21] for number, one in enumerate(order)}
+    search = Search([key], [order[0], *PEERS[:3]], 8, OWN)
+    asked = play(search, network | dict.fromkeys(PEERS[:3], PEERS[:3]))
+    assert MAX_ASKED <= len(asked) <= MAX_ASKED + 8 + 4
+    assert {request.peer for request in asked} >= set(PEERS[:3])
+
+
+def test_a_search_knows_so_many_nodes_and_no_more():
     search = Search(KEYS[:1], PEERS[:1], 8, OWN)
-    for number in range(100):
+    for number in range(1000):
         request = search.next_request()
         if request is None:
             break
         search.answered(request, {KEYS[0]: [peer(1000 * number + one) for one in range(50)]})
-    assert len(search._nodes) <= MAX_NODES
+    assert len(search._nodes) <= MAX_NAMED + 1
+    assert len(search._nodes) > BUCKET_NODES * 10

@@ -115,3 +115,14 @@ def test_memory_is_bounded_and_keeps_who_is_established(events, data):
     served = {name for name in strangers if one._known.get(name) and one._known[name].served_at > 0}
     chosen = one.select([*strangers, *honest], 32 + len(served), now)
     assert set(honest) <= set(chosen)
+
+
+def test_who_is_no_newcomer():
+    standing = Standing(b"salt")
+    for owner in ("old", "young", "served"):
+        standing.note_seen(owner, 0.0 if owner == "old" else ESTABLISHED_AFTER_S)
+    standing.note_served("served", ESTABLISHED_AFTER_S)
+    known = {
+        owner for owner in ("old", "young", "served", "unknown") if standing.is_established(owner, ESTABLISHED_AFTER_S)
+    }
+    assert known == {"old", "served"}

@@ -132,22 +132,69 @@ def test_streams_without_a_proof_are_few(authority):
     run(scenario())
 
 
-def test_a_crowd_of_strangers_does_not_shut_out_who_has_proven_before(authority, monkeypatch):
+class Crowd:
+    """Streams of strangers, which prove nothing."""
+
+    def __init__(self, gate: MemberGate) -> None:
+        self.gate = gate
+        self.streams: list = []
+        self.waiting: list = []
+
+    async def come(self, *names: str) -> None:
+        for name in names:
+            ours, theirs = stream_pair(name, "right")
+            self.streams.append(ours)
+            self.waiting.append(asyncio.ensure_future(self.gate.admit(theirs)))
+            await ours.receive()  # the challenge
+
+    async def leave(self) -> None:
+        for ours in self.streams:
+            ours.close()
+        results = await asyncio.gather(*self.waiting, return_exceptions=True)
+        assert {type(result) for result in results} <= {PeerLost}
+        assert not self.gate._unproven
+
+
+@pytest.mark.parametrize("has_proven", [True, False], ids=["who has proven before", "a peer that has just started"])
+def test_a_crowd_of_strangers_does_not_shut_out_members(authority, monkeypatch, has_proven):
     monkeypatch.setattr(module, "MAX_UNPROVEN", 3)
 
     async def scenario():
         left, right = gates(authority)
+        if has_proven:
+            await passed(left, right)
+        crowd = Crowd(right)
+        await crowd.come("one", "other", "third")
         await passed(left, right)
-        crowd = [stream_pair(f"stranger {number}", "right") for number in range(3)]
-        waiting = [asyncio.ensure_future(right.admit(theirs)) for _, theirs in crowd]
-        for ours, _ in crowd:
-            await ours.receive()
-        with pytest.raises(PeerLost, match="too many streams"):
-            await right.admit(stream_pair("stranger 4", "right")[1])
+        await crowd.come("fourth", "fifth", "sixth")
+        assert len(right._unproven) == 3
         await passed(left, right)
-        for ours, _ in crowd:
-            ours.close()
-        await asyncio.gather(*waiting, return_exceptions=True)
+        await crowd.leave()
+
+    run(scenario())
+
+
+def test_whoever_has_most_streams_without_a_proof_loses_the_oldest(authority, monkeypatch):
+    monkeypatch.setattr(module, "MAX_UNPROVEN", 6)
+
+    async def scenario():
+        left, right = gates(authority)
+        crowd = Crowd(right)
+        await crowd.come("one", "other", "one")
+        ours, theirs = stream_pair("left", "right")  # a member that takes its time
+        slow = asyncio.ensure_future(right.admit(theirs))
+        await crowd.come("other", "one", "other", "one", "other", "one", "third")
+        assert {peer: len(streams) for peer, streams in right._unproven.items()} == {
+            "one": 2,
+            "other": 2,
+            "left": 1,
+            "third": 1,
+        }
+        with pytest.raises(PeerLost):
+            await crowd.waiting[0]
+        await left.enter(ours)
+        await slow
+        await crowd.leave()
 
     run(scenario())
 

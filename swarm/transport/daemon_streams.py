@@ -1,0 +1,33 @@
+"""Streams to other peers, opened through the libp2p daemon."""
+
+from __future__ import annotations
+
+import asyncio
+
+from hivemind.p2p import P2P, PeerID
+from hivemind.p2p.p2p_daemon_bindings.utils import raise_if_failed, read_pbmsg_safe, write_pbmsg
+from hivemind.proto import p2pd_pb2
+
+
+async def open_stream(p2p: P2P, peer: PeerID, protocol: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """A stream to another peer, which serves `protocol`.
+
+    It is a socket to the daemon. hivemind's own call leaves it open if the daemon cannot reach the peer, or if the
+    caller does not wait so long: then both processes keep it for as long as anybody keeps the error.
+
+    Raises `P2PDaemonError` if the peer cannot be reached, `OSError` or `IncompleteReadError` if the daemon cannot.
+    """
+    request = p2pd_pb2.Request(
+        type=p2pd_pb2.Request.STREAM_OPEN,
+        streamOpen=p2pd_pb2.StreamOpenRequest(peer=peer.to_bytes(), proto=[protocol]),
+    )
+    reader, writer = await p2p._client.control.daemon_connector.open_connection()
+    try:
+        await write_pbmsg(writer, request)
+        response = p2pd_pb2.Response()
+        await read_pbmsg_safe(reader, response)
+        raise_if_failed(response)
+    except BaseException:
+        writer.transport.abort()
+        raise
+    return reader, writer
