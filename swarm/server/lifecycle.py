@@ -20,6 +20,7 @@ from swarm.dht.directory import fetch_servers
 from swarm.dht.validation import AnnouncementValidator
 from swarm.errors import DhtError, InvalidSpan, ServerClosing, SwarmError, UsageError
 from swarm.metrics.endpoint import MetricsEndpoint
+from swarm.metrics.event_loop import EventLoopMetrics
 from swarm.metrics.registry import new_registry
 from swarm.metrics.server import ServerMetrics, ServerObserver
 from swarm.protocol import messages
@@ -134,6 +135,8 @@ class Server:
         if options.metrics is not None:
             self._metrics = MetricsEndpoint(new_registry(), options.metrics)
             self._observer = ServerMetrics(self._metrics.registry)
+            loop_metrics = EventLoopMetrics(self._metrics.registry)
+            self._background_tasks.append(asyncio.get_running_loop().create_task(loop_metrics.run()))
         await self._compute_thread.run(remove_abandoned_folders)
         if options.threads is not None:
             await self._compute_thread.run(torch.set_num_threads, options.threads)

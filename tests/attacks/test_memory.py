@@ -7,10 +7,10 @@ what matters is how much is allocated for what was asked for.
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
-import weakref
 from contextlib import suppress
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from typing import Any
 
 import psutil
@@ -19,18 +19,21 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from swarm.data_structures import WireFormat
-from swarm.models.attention import contiguous_kv
 from swarm.models.execution.span_model import SpanModel
-from swarm.models.execution.strategy_trials import choose_layout
+from swarm.models.execution.trials.layout_trials import choose_layout
 from swarm.protocol import messages
 from swarm.protocol.compression import encode_tensor
 from swarm.protocol.framing import encode_prefix
 from swarm.server.config import ServerConfig
+from swarm.server.memory.peer_standing import PeerStanding
+from swarm.server.sessions import request_validation
 from swarm.transport.p2p import Peer
 from tests import zoo
 from tests.bad_peers import run_peer
+from tests.models.execution.storage_slots import CONTIGUOUS, Slots, count_storage
 from tests.server.conversations import (
     FORWARD,
+    HIDDEN,
     OPEN,
     SPAN,
     Server,
@@ -54,43 +57,9 @@ def model(tmp_path_factory) -> SpanModel:
     return chosen
 
 
-@dataclass
-class Slots:
-    """Slots for keys and values that are allocated in one block, a slot being a position of a sequence."""
-
-    now: int = 0
-    peak: int = 0
-
-    def count(self, storage: torch.Tensor) -> torch.Tensor:
-        slots = storage.shape[0] * storage.shape[2]
-        self.now += slots
-        self.peak = max(self.peak, self.now)
-        weakref.finalize(storage, self._forget, slots)
-        return storage
-
-    def _forget(self, slots: int) -> None:
-        self.now -= slots
-
-    def begin(self) -> None:
-        self.peak = self.now
-
-    @property
-    def most(self) -> int:
-        """At any moment since `begin`."""
-        return self.peak // (2 * LAYERS)
-
-
 @pytest.fixture
 def slots(monkeypatch) -> Slots:
-    found = Slots()
-    for name in ("_grown", "_selected"):
-        allocate = getattr(contiguous_kv, name)
-
-        def counted(*args, allocate=allocate):
-            return found.count(allocate(*args))
-
-        monkeypatch.setattr(contiguous_kv, name, counted)
-    return found
+    return count_storage(LAYERS, CONTIGUOUS, monkeypatch)
 
 
 def test_a_long_sequence_beside_many_short_ones(model, slots):
@@ -191,6 +160,28 @@ def test_frames_that_drip(model):
     on_virtual_time(model, act)
 
 
+def test_two_identities_that_send_large_bodies_slowly(model):
+    """At a254ca2 a body was not charged, and might come as slowly as its sender liked. Charged, and with a minimum rate
+    of 4 KiB/s, two new peers could hold three quarters of the memory for requests for hours. Now whoever waits gets it.
+    """
+    size = 1 << 20
+
+    async def act(server: Server) -> None:
+        good = await (await server.client("good")).begin(changed(OPEN, session_id=b"a decent session"))
+        for name in ("one", "other"):
+            for _ in range(2):
+                await announce((await server.client(name)).stream, size, sent=size // 2)
+        await asyncio.sleep(1)
+        began, late = asyncio.get_running_loop().time(), await server.client("late")
+        reply, _ = await late.ask(messages.ProbeRequest(0), bytes(size))
+        assert isinstance(reply, messages.ProbeReply), reply
+        assert asyncio.get_running_loop().time() - began < 40
+        await good.right_step()
+
+    standing = PeerStanding(lambda: asyncio.get_running_loop().time())
+    on_virtual_time(model, act, standing=standing, memory=12 << 20)
+
+
 def test_two_identities_that_fill_the_cache(model):
     """At a254ca2, two peers that sent a token every 29 minutes kept all others out."""
 
@@ -259,3 +250,47 @@ async def flood(peer: Peer, server: str) -> list[asyncio.Task[None]]:
             await asyncio.Event().wait()
 
     return [asyncio.get_running_loop().create_task(send_one()) for _ in range(BODIES)]
+
+
+STUCK_S = 60.0
+EIGHT_BIT = WireFormat.BLOCKWISE8
+FIRST_STEP = messages.StepRequest(0, [0], [2], EIGHT_BIT, "float32")
+
+
+@pytest.mark.parametrize(
+    ("asked", "tokens"),
+    [
+        pytest.param((changed(OPEN, reply_format=EIGHT_BIT),), 0, id="opening"),
+        pytest.param((OPEN, FIRST_STEP), 2, id="step"),
+        pytest.param((changed(FORWARD, reply_format=EIGHT_BIT, counts=[2]),), 2, id="forward"),
+    ],
+)
+def test_the_first_message_in_eight_bits(model, monkeypatch, asked, tokens):
+    """At 8120ac5, it kept the compute thread for seconds, in which the steps of all others stood still: that is how
+    long the library for the format takes to load, and a step did not even wait for it before it was queued."""
+    loading, may_go_on = threading.Event(), threading.Event()
+
+    def load_slowly(device: torch.device) -> None:
+        loading.set()
+        assert may_go_on.wait(STUCK_S), "nobody could compute"
+
+    monkeypatch.setattr(request_validation, "load_quantizer", load_slowly)
+
+    async def act(server: Server) -> None:
+        other = await (await server.client("other")).begin(changed(OPEN, session_id=b"another session!"))
+        client = await server.client()
+        for message in asked[:-1]:
+            await client.ask(message)
+        wire = asked[-1].format if isinstance(asked[-1], messages.StepRequest) else WireFormat.NONE
+        sent = encode_tensor(torch.zeros(tokens, HIDDEN), wire) if tokens else b""
+        await client.stream.send(asked[-1], sent)
+        await server.until(loading.is_set)
+        await other.right_step()
+        may_go_on.set()
+        reply, _ = await client.hear()
+        assert not isinstance(reply, messages.Refusal), reply
+
+    try:
+        scenario(model, act)
+    finally:
+        may_go_on.set()

@@ -116,9 +116,12 @@ main()
 """
 
 
-def test_it_leaves_in_good_order_while_its_compute_thread_is_inside_torch(folder: Path, start) -> None:
+def test_it_leaves_in_good_order_while_its_compute_thread_is_inside_torch(folder: Path, start, tmp_path: Path) -> None:
     """And is not aborted by Python, which ends daemon threads where they are."""
-    server = start("-c", LOADS_FOR_EVER, str(folder), "--blocks", "1:4", "--new-swarm", *LISTEN)
+    (tmp_path / "server_that_loads_for_ever.py").write_text(LOADS_FOR_EVER)
+    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    arguments = (str(folder), "--blocks", "1:4", "--new-swarm", *LISTEN)
+    server = start("-m", "server_that_loads_for_ever", *arguments, PYTHONPATH=path)
     server.wait_for("^computing$")
     assert server.stop() == 0
     assert not any("terminate called" in line for line in server.lines)

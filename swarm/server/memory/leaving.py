@@ -1,15 +1,16 @@
 """Which sessions are asked to leave when another one needs their cache. Pure.
 
-A client has all that it sent, and fills another server's cache with it, or this one's again. So a session that is asked
-to leave loses time, and nothing else. These are asked, in this order, and only if that makes enough room:
+A client keeps all that it has sent, and fills another server's cache with it, or this one's again later. So a session
+that is asked to leave loses time, and nothing else. The peer that needs cache is the asking one. Sessions are asked to
+leave in this order, and only if that makes enough room:
 
-1. Idle sessions, the idlest first. One of a peer with more standing than whoever asks may be idle for longer.
-2. If whoever asks keeps within its share of the cache: sessions of peers that hold more than theirs, the idlest first.
-   What a peer holds beyond its share, because nobody else wanted it, is on loan.
-3. If whoever asks has full standing: sessions of peers that have little, the idlest first.
+1. Idle sessions, the longest idle first. Those of a peer with more standing than the asking one may be idle longer.
+2. If the asking peer stays within its share of the cache: sessions of peers that hold more than theirs, the longest
+   idle first. What a peer holds beyond its share is on loan.
+3. If the asking peer has full standing: sessions of peers with little, the longest idle first.
 
-A peer's share grows with its standing. So a new peer may use an empty server like any other, but however many
-identities somebody makes, peers that have been served for long find room.
+A peer's share grows with its standing. So a new peer may use an empty server like any other, but peers that have been
+served for long find room, however many new identities there are.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ IDLE_AFTER_S = 60.0
 """Seconds without a step after which a session gives way to any other."""
 
 RESPECTED_IDLE_AFTER_S = 600.0
-"""The same, if its peer has more standing than whoever needs the cache."""
+"""The same, if its peer has more standing than the one that needs the cache."""
 
 LITTLE_STANDING = 0.25
-"""Peers with less give way to peers of full standing, whatever they hold."""
+"""Sessions of peers with less standing give way to peers of full standing, however little they hold."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class HeldCache(Generic[S]):
         session: which one.
         peer: its client.
         tokens: what it holds.
-        idle_s: seconds since anything came for it; 0 while something comes, or is computed.
+        idle_s: seconds since anything came for it; 0 while something is coming or being computed.
     """
 
     session: S

@@ -1,8 +1,8 @@
-"""How much a peer has earned: by the time since it was first served, and by what was computed for it. Pure, but for a
+"""A peer's standing: what it has earned by being served for some time, and by what was computed for it. Pure, but for a
 clock that is handed in.
 
-A new peer has no standing. Where there is room for all, that makes no difference. Where there is not, peers of standing
-come first. Somebody who makes new identities has to serve their time with each of them.
+A new peer has no standing. As long as there is room for all, that makes no difference; then peers of standing come
+first. An attacker with many identities has to earn the standing of each.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ ESTABLISHED_AFTER_S = 3600.0
 """Seconds after which a peer can have full standing."""
 
 ESTABLISHED_TOKENS = 10_000
-"""Tokens that have to be computed for it by then: a few conversations."""
+"""Tokens that must have been computed for it by then: a few conversations."""
 
 NEW_PEER_SHARE = 0.125
-"""Share of the cache that a peer without standing keeps if others want it."""
+"""Share of the cache that a peer without standing keeps when others need cache."""
 
 MAX_PEERS = 4096
-"""Peers of full standing that are remembered, and as many others. Those that were not served for longest are forgotten
-first, so that new peers push out new ones only."""
+"""Peers of full standing that are remembered, and as many others. In each table the one served longest ago is forgotten
+first, so that new peers displace only new ones."""
 
 
 @dataclass(slots=True)
@@ -32,7 +32,7 @@ class _Record:
 
 
 def standing(age_s: float, tokens: int) -> float:
-    """The standing of a peer that has been served for so long, with so many tokens: 0 to 1."""
+    """The standing, 0 to 1, of a peer that was first served `age_s` seconds ago and had `tokens` computed since."""
     return max(0.0, min(1.0, age_s / ESTABLISHED_AFTER_S, tokens / ESTABLISHED_TOKENS))
 
 
@@ -56,19 +56,19 @@ class PeerStanding:
         return len(self._new) + len(self._established)
 
     def __call__(self, peer: str) -> float:
-        """Of one peer, 0 to 1."""
+        """The standing of one peer, 0 to 1."""
         if peer in self._established:
             return 1.0
         record = self._new.get(peer)
         return standing(self._now() - record.since, record.tokens) if record is not None else 0.0
 
     def kept_share(self, peer: str, full_share: float) -> float:
-        """The share of the cache that a peer keeps if others want it, where one of full standing keeps `full_share`."""
+        """The share of the cache that a peer keeps when others need cache; at full standing it is `full_share`."""
         least = min(self._new_share, full_share)
         return least + (full_share - least) * self(peer)
 
     def note_served(self, peer: str, tokens: int) -> None:
-        """So many tokens were computed for a peer."""
+        """This many tokens were computed for a peer."""
         if peer in self._established:
             self._established.move_to_end(peer)
             return
@@ -82,6 +82,6 @@ class PeerStanding:
                 table.popitem(last=False)
 
     def note_violation(self, peer: str) -> None:
-        """A peer broke the protocol: it begins anew."""
+        """A peer broke the protocol: it starts over without standing."""
         self._new.pop(peer, None)
         self._established.pop(peer, None)

@@ -1,10 +1,10 @@
-"""One kind of a server's memory, and who holds how much of it. What is allocated is held until it is released, used or
-not.
+"""Keeps account of one kind of a server's memory: how much each peer holds. An allocation is held until it is released,
+used or not.
 
 - No allocation exceeds what is free, and no peer holds more than its share of the whole.
-- An allocation may wait. What becomes free goes to the peers that hold least for their standing, and among these to the
-  first in the queue. A large allocation at the head of the queue is not overtaken by smaller ones behind it.
-- Part of a pool can be kept for peers of standing, so that new ones never hold all of it, however many there are.
+- An allocation may wait. What becomes free goes to the peer that holds least in proportion to its standing; among
+  equals, to the first in the queue. Smaller allocations do not overtake a large one at the head of the queue.
+- Part of a pool can be reserved for peers of full standing, so that new ones never hold all of it, however many.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ MAX_PEER_CACHE_SHARE = 0.75
 """Share of the cache that one peer may hold, so that a client which takes all it can get leaves some for others."""
 
 MAX_WAITING = 64
-"""Allocations of one peer that may wait at once: with each that waits, deciding who is next takes longer."""
+"""Allocations of one peer that may wait at once: the more wait, the longer it takes to find the next one."""
 
 MIN_WEIGHT = 0.1
-"""What a peer without any standing counts in the queue, where one of full standing counts 1."""
+"""Weight of a peer without standing in the queue, where a peer of full standing has the weight 1."""
 
 
 @dataclass(frozen=True)
 class PoolKind:
-    """What a pool holds, as refusals say it.
+    """What a pool holds, in the words of its refusals.
 
     Attributes:
         error: what is raised if there is not enough.
         amount: an amount as text.
         name: of what is held.
-        advice: what a peer can do that is refused.
+        advice: what a refused peer can do.
     """
 
     error: type[CacheFull]
@@ -80,7 +80,7 @@ class MemoryPool:
 
     Args:
         capacity: what all holders together may have.
-        peer_share: share of the capacity that the holders of one peer may have.
+        peer_share: share of the capacity that all holders of one peer may have together.
         kind: what is held.
         standing: of a peer, 0 to 1 (see `peer_standing`).
         new_peers_share: share of the capacity that peers of less than full standing may have together.
@@ -110,6 +110,25 @@ class MemoryPool:
         """What is not held."""
         return self.capacity - self._total
 
+    def fits(self, peer: str, amount: int) -> bool:
+        """Whether a peer gets so much more at once."""
+        return not self._queue and amount <= self.free and self._within_quota(peer, amount)
+
+    @property
+    def least_waiting_rank(self) -> float | None:
+        """The rank of the peer that comes first of those that wait; None if nobody waits."""
+        return min((self.rank(one.peer) for one in self._queue), default=None)
+
+    def rank(self, peer: str) -> float:
+        """What a peer holds in proportion to its standing: the least goes first."""
+        held = self._peers[peer]
+        return held / max(MIN_WEIGHT, self._standing(peer)) if held else 0.0
+
+    def comes_next(self, holder: Hashable, peer: str) -> bool:
+        """Whether what becomes free goes to a holder: it is the first in the queue, or would be."""
+        first = self._next_in_queue()
+        return first is None or first.holder == holder or self.rank(peer) < self.rank(first.peer)
+
     def held_by(self, holder: Hashable) -> int:
         """What a holder has."""
         return self._held.get(holder, ("", 0))[1]
@@ -122,10 +141,10 @@ class MemoryPool:
         """Give a holder `amount` more. Raises `CacheFull`, and changes nothing, if that is not available now.
 
         Args:
-            may_overtake: whether it is so little that it need not wait behind others.
+            may_overtake: whether the amount is so small that it need not wait behind others.
         """
         first = self._next_in_queue() if self._queue and not may_overtake else None
-        overtakes = first is not None and self._rank(first.peer) <= self._rank(peer)
+        overtakes = first is not None and self.rank(first.peer) <= self.rank(peer)
         if overtakes or amount > self.free or not self._within_quota(peer, amount):
             raise self._full(peer, amount)
         self._grant(holder, peer, amount)
@@ -137,7 +156,7 @@ class MemoryPool:
         Also raises `CacheFull` if the holder is released meanwhile. A call that is cancelled allocates nothing, even if
         its amount was granted at that very moment.
         """
-        if not self._queue and amount <= self.free and self._within_quota(peer, amount):
+        if self.fits(peer, amount):
             return self._grant(holder, peer, amount)
         if timeout_s <= 0 or self._closing or amount + self.held_by(holder) > self.quota:
             return self.allocate(holder, peer, amount)
@@ -172,13 +191,8 @@ class MemoryPool:
             waiter.decide(False)
         self._queue.clear()
 
-    def _rank(self, peer: str) -> float:
-        """What a peer holds, for its standing: the least goes first."""
-        held = self._peers[peer]
-        return held / max(MIN_WEIGHT, self._standing(peer)) if held else 0.0
-
     def _within_quota(self, peer: str, amount: int, new_peers_held: int | None = None) -> bool:
-        """Whether a peer may have so much more, if it is free.
+        """Whether a peer may have this much more, if it is free.
 
         Args:
             new_peers_held: what all peers of less than full standing have; None if it has to be counted.
@@ -197,7 +211,7 @@ class MemoryPool:
         """The allocation to grant next. One that would exceed its peer's quota does not hold up the others."""
         held = self._new_peers_held() if self._queue and self._new_peers_quota < self.capacity else 0
         line = [one for one in self._queue if self._within_quota(one.peer, one.amount, held)]
-        return min(line, key=lambda one: self._rank(one.peer), default=None)
+        return min(line, key=lambda one: self.rank(one.peer), default=None)
 
     def _grant_waiting(self) -> None:
         """Grant the waiting allocations that fit."""

@@ -16,7 +16,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from swarm.common.version import VERSION
-from swarm.data_structures import WireFormat
 from swarm.errors import (
     CacheFull,
     CacheReclaimed,
@@ -33,7 +32,6 @@ from swarm.metrics.server import ServerObserver
 from swarm.models.execution.session_cache import SessionCache
 from swarm.models.execution.span_model import SpanModel
 from swarm.protocol import messages
-from swarm.protocol.compression import load_quantizer
 from swarm.protocol.framing import Frame
 from swarm.server.compute.compute_request import Bytes
 from swarm.server.compute.engine import Engine
@@ -77,7 +75,6 @@ class MessageHandler:
         self._closing = False
         self._model = model
         self._sessions = sessions
-        self._engine = engine
         self._observer = observer or ServerObserver()
         self._replies = Replies(self._observer)
         self._limits = limits or RequestLimits()
@@ -156,9 +153,10 @@ class MessageHandler:
                 await self._reject(stream, CacheFull(f"a peer may open {self._limits.streams} streams"))
                 await stream.discard_incoming()
                 return
-            admission = self._memory.open_stream(stream, stream.peer_id)
+            admission = self._memory.open_stream(stream, stream.peer_id, stream.interrupt)
             while not state.over:
                 frame = await stream.receive(self._stateless.max_payload, admission.admit)
+                admission.has_arrived()
                 self._unanswered.add()
                 try:
                     await self._handle_frame(stream, frame, admission.message, state)
@@ -174,6 +172,7 @@ class MessageHandler:
                 await self._reject(stream, error)
                 await stream.discard_incoming()
             else:
+                admission.release()  # it was admitted if it came too slowly
                 await self._reject(stream, error, admission.step)
                 await stream.discard_incoming(REFUSED_PAYLOAD_TIMEOUT_S)
         finally:
@@ -271,8 +270,7 @@ class MessageHandler:
                 f"which holds {self._sessions.capacity} tokens in all blocks; ask for a smaller max_length"
             )
         session = Session(terms, SessionCache(self._model.narrowed(span), adapter, message.max_length))
-        if message.reply_format is WireFormat.BLOCKWISE8:
-            await self._engine.compute_thread.run(load_quantizer, self._model.device)
+        await self._validator.load_formats(message.reply_format)
         try:
             state.session = await self._sessions.open_session(session, message.sequences, stream)
         except CacheFull:

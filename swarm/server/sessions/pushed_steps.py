@@ -45,7 +45,7 @@ class PushedSteps:
         self._unanswered = unanswered
         self._waiting_bytes: Counter[str] = Counter()
         self._unread = UnreadReplies(unanswered)
-        self._dials = DialBudget()
+        self._dials = DialBudget(network.knows)
 
     def set_neighbors(self, session: Session, message: messages.SetNeighbors) -> None:
         """Who may push into the session, and where its outputs go. Raises `UnknownSession` if it is not open.

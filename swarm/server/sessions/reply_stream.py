@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from contextlib import suppress
 
-from swarm.errors import PeerLost, PeerTimeout
+from swarm.errors import PeerLost, PeerTimeout, RemoteError
 from swarm.protocol.framing import MAX_PAYLOAD_BYTES, Frame
 from swarm.protocol.messages import Message
 from swarm.server.sessions.pushing.push_link import MIN_BYTES_PER_S, PUSH_TIMEOUT_S
@@ -41,6 +41,7 @@ class ReplyStream:
         self.is_arriving = False
         self._receiving = False
         self._over = False
+        self._interrupted_by: RemoteError | None = None
 
     async def send(self, message: Message, payload: bytes | memoryview = b"") -> None:
         """Send one frame. Raises `PeerLost`, or `PeerTimeout` if the peer does not read."""
@@ -54,7 +55,7 @@ class ReplyStream:
         self._later.add_done_callback(lambda _: self._sending.release())
 
     async def receive(self, max_payload: PayloadLimit = MAX_PAYLOAD_BYTES, admit: AdmitFrame | None = None) -> Frame:
-        """Wait for one frame; see `Stream.receive`."""
+        """Wait for one frame; see `Stream.receive`. Also raises what the stream was interrupted with."""
         self._require_open()
         self._receiving = True
 
@@ -65,8 +66,19 @@ class ReplyStream:
 
         try:
             return await self._stream.receive(max_payload, begin if admit is not None else None)
+        except asyncio.CancelledError:
+            error, self._interrupted_by = self._interrupted_by, None
+            if error is None or self._task is None or self._task.uncancel():
+                raise
+            raise error from None
         finally:
             self._receiving = self.is_arriving = False
+
+    def interrupt(self, error: RemoteError) -> None:
+        """Let `receive` raise an error while it waits for the rest of a frame. No further frame can be received."""
+        if self._receiving and self._task is not None and self._interrupted_by is None:
+            self._interrupted_by = error
+            self._task.cancel()
 
     async def _send_after(self, delay: float, message: Message, payload: bytes | memoryview) -> None:
         await asyncio.sleep(delay)
@@ -100,6 +112,7 @@ class ReplyStream:
         self._over = True
         if self._later is not None:
             self._later.cancel()
+            self._later = None  # a canceled task keeps what it has done, and with it this stream
         self._stream.close()
         # A stream that is closed while data is unsent does not wake its reader.
         if self._receiving and self._task is not None:

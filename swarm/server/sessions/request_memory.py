@@ -2,13 +2,15 @@
 
 A frame's header says what the whole request will take: its payload, its inputs and outputs, its reply, keys and values
 of sequences that no session reserved, graphs for gradients. All of that is charged to the peer that sends it before the
-payload is read, which waits until there is room, or is refused. So a request that was admitted never waits for memory
-that another one holds.
+payload is read. Until there is room the frame waits; after a while it is refused. So an admitted request never waits
+for memory that another one holds.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from swarm.common.dtypes import HIDDEN_DTYPES
@@ -31,14 +33,25 @@ NEW_PEERS_SHARE = 0.75
 
 ROOM_TIMEOUT_S = 60.0
 """How long a frame waits, unread, for memory. After a restart all clients replay their texts at once, and a slow server
-takes many seconds for each piece; whoever is refused avoids the server, with all its sessions."""
+takes many seconds for each piece. A client that is refused leaves the server with all its sessions."""
 
 TRAINING_ROOM_TIMEOUT_S = 300.0
-"""The same for forwards and backwards. Clients send several at once, each of which may take a slow server half a
-minute, and have deadlines of their own that allow for all before."""
+"""The same for forwards and backwards. Clients send several at once, and a slow server may take half a minute for each;
+the clients' own deadlines allow for that."""
 
 STREAM_BYTES = 1 << 17
 """What a stream takes before a frame is admitted: what was received of it, and its header."""
+
+PRESSED_GRACE_S = 10.0
+PRESSED_BYTES_PER_S = 1 << 16
+PRESSED_S = 30.0
+"""While others wait for memory, a body of a new peer loses its place unless it comes within `PRESSED_GRACE_S` and its
+length divided by `PRESSED_BYTES_PER_S`; or, if the peer holds more than comes in `PRESSED_S` at this rate, by what it
+holds divided by `PRESSED_S`. So a peer that holds much has to send it quickly, and holds it for at most 40 s. An uplink
+of 0.5 Mbit/s brings this rate."""
+
+CHECK_PERIOD_S = 1.0
+"""How often the server looks for such bodies."""
 
 LARGE_BYTES = 1 << 16
 """A payload beyond this exists twice for a moment, in the reader's buffer and as itself."""
@@ -87,21 +100,30 @@ class RequestMemory:
         self._adapters = adapters
         self._observer = observer
         self._kinds: Counter[str] = Counter()
+        self._standing = standing
+        self._arriving: dict[Admission, _Arrival] = {}
+        self._check: asyncio.TimerHandle | None = None
         if standing is None:
             self.pool = MemoryPool(limits.memory, REQUEST_PEER_SHARE, REQUEST_BYTES)
         else:
             self.pool = MemoryPool(limits.memory, REQUEST_PEER_SHARE, REQUEST_BYTES, standing, NEW_PEERS_SHARE)
         self.report()
 
-    def open_stream(self, stream: object, peer: str) -> Admission:
-        """Charge a stream, and admit its frames. Raises `MemoryFull`."""
+    def open_stream(
+        self, stream: object, peer: str, interrupt: Callable[[MemoryFull], None] = lambda error: None
+    ) -> Admission:
+        """Charge a stream, and admit its frames. Raises `MemoryFull`.
+
+        Args:
+            interrupt: ends the receipt of a frame that was admitted.
+        """
         try:
             self.pool.allocate(stream, peer, STREAM_BYTES, may_overtake=True)
         except MemoryFull:
             self.note_refused()
             raise
         self._kinds["streams"] += STREAM_BYTES
-        return Admission(self, peer)
+        return Admission(self, peer, interrupt)
 
     def close_stream(self, stream: object) -> None:
         """The stream has ended."""
@@ -113,7 +135,7 @@ class RequestMemory:
         self._observer.memory_totals({kind: self._kinds[kind] for kind in MEMORY_KINDS}, self.pool.capacity)
 
     def needs(self, peer: str, message: messages.ClientMessage, payload_length: int) -> RequestNeeds:
-        """What a peer's request takes with a payload of so many bytes. One that will be refused takes little more."""
+        """What a peer's request takes with a payload of this length; little more if it will be refused."""
         received = payload_length if payload_length <= LARGE_BYTES else 2 * payload_length
         match message:
             case messages.StepRequest():
@@ -139,15 +161,49 @@ class RequestMemory:
         kinds["computing"] += sign * needs.computing
         kinds["training"] += sign * needs.training
 
+    def begin_arrival(self, admission: Admission, arrival: _Arrival) -> None:
+        """A frame was admitted, and its payload is read from now on."""
+        self._arriving[admission] = arrival
+
+    def end_arrival(self, admission: Admission) -> None:
+        """The frame is complete, or lost."""
+        self._arriving.pop(admission, None)
+
+    def press(self) -> None:
+        """A frame has to wait: while any does, bodies of new peers that come slowly lose their places."""
+        if self._check is None and self._standing is not None:
+            self._check = asyncio.get_running_loop().call_later(CHECK_PERIOD_S, self._end_slow_arrivals)
+
+    def _end_slow_arrivals(self) -> None:
+        """End those of peers that hold more for their standing than a peer that waits."""
+        self._check = None
+        waiting = self.pool.least_waiting_rank
+        if waiting is None or self._standing is None:
+            return
+        now = asyncio.get_running_loop().time()
+        for admission, arrival in list(self._arriving.items()):
+            peer = arrival.peer
+            is_late = now > arrival.since + arrival.seconds_if_pressed(self.pool.held_by_peer(peer))
+            if is_late and self._standing(peer) < 1 and self.pool.rank(peer) > waiting:
+                self.end_arrival(admission)
+                self.note_refused()
+                arrival.interrupt(
+                    MemoryFull(
+                        "others need this server's memory, and the request came too slowly for what this peer holds of "
+                        "it; send less at once, or ask another server"
+                    )
+                )
+        self.press()
+
     def note_refused(self) -> None:
         """A stream or a frame found no room."""
         self._observer.memory_refused()
 
     def _step_needs(self, step: messages.StepRequest, received: int) -> RequestNeeds:
-        """What a step takes beside its session's cache. Sequences that are copied exist twice until it is computed.
+        """What a step takes besides its session's cache. Sequences that are copied exist twice until it is computed.
 
-        Their session has reserved as much. So they are never too large, but take half of what a peer may have at most:
-        its other streams need some of it too.
+        Their session has reserved as much, so the copy is never too large. At most half of what a peer may have is
+        charged, because the peer's other streams need memory too.
         """
         computing = self._tokens_bytes(sum(step.counts), self._limits.step_tokens)
         copied = 0
@@ -184,6 +240,25 @@ class RequestMemory:
         return min(values * width, self._adapters.limits.peer_memory)
 
 
+@dataclass(frozen=True)
+class _Arrival:
+    """A payload that is being read.
+
+    Attributes:
+        since: when it was admitted, by the loop's clock.
+        interrupt: ends its receipt.
+    """
+
+    peer: str
+    length: int
+    since: float
+    interrupt: Callable[[MemoryFull], None]
+
+    def seconds_if_pressed(self, held: int) -> float:
+        """How long it may take while others wait, if its peer holds so many bytes."""
+        return PRESSED_GRACE_S + self.length / max(PRESSED_BYTES_PER_S, held / PRESSED_S)
+
+
 class Admission:
     """Admits the frames of one stream, one after the other.
 
@@ -193,9 +268,10 @@ class Admission:
 
     message: messages.ClientMessage
 
-    def __init__(self, memory: RequestMemory, peer: str) -> None:
+    def __init__(self, memory: RequestMemory, peer: str, interrupt: Callable[[MemoryFull], None]) -> None:
         self._memory = memory
         self._peer = peer
+        self._interrupt = interrupt
         self._charged: RequestNeeds | None = None
 
     @property
@@ -209,8 +285,9 @@ class Admission:
         Raises:
             ProtocolViolation: the header is no message of a client.
             TooLong: the step takes more memory than a peer may have here.
-            MemoryFull: so does the forward or backward, which cannot be cut, so that another server has to be asked; or
-                there was not enough of it for `ROOM_TIMEOUT_S` or `TRAINING_ROOM_TIMEOUT_S` seconds.
+            MemoryFull: a forward or backward does, which cannot be cut, so another server has to be asked; or there was
+                no room for `ROOM_TIMEOUT_S` or `TRAINING_ROOM_TIMEOUT_S` seconds. The stream is interrupted with it if
+                the payload then arrives too slowly while others wait.
         """
         self.message = messages.decode_client(header)
         needs, pool = self._memory.needs(self._peer, self.message, payload_length), self._memory.pool
@@ -221,6 +298,8 @@ class Admission:
                 f"the request takes {format_bytes(needs.total)} of this server's memory, and one peer gets "
                 f"{format_bytes(pool.quota)} for its requests; send fewer tokens at once, or ask another server"
             )
+        if not pool.fits(self._peer, needs.total):
+            self._memory.press()
         try:
             timeout_s = TRAINING_ROOM_TIMEOUT_S if training else ROOM_TIMEOUT_S
             await pool.allocate_or_wait(self, self._peer, needs.total, timeout_s)
@@ -229,9 +308,16 @@ class Admission:
             raise
         self._charged = needs
         self._memory.charge(needs, 1)
+        since = asyncio.get_running_loop().time()
+        self._memory.begin_arrival(self, _Arrival(self._peer, payload_length, since, self._interrupt))
+
+    def has_arrived(self) -> None:
+        """The payload was read."""
+        self._memory.end_arrival(self)
 
     def release(self) -> None:
         """The frame is answered, or lost."""
+        self._memory.end_arrival(self)
         if self._charged is not None:
             self._memory.charge(self._charged, -1)
             self._charged = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -10,7 +11,7 @@ from swarm.data_structures import Span, StepLayout, WireFormat
 from swarm.errors import ExitRefused, NotFinite, TooLong, WrongShape, WrongSpan
 from swarm.models.execution.span_model import SpanModel
 from swarm.protocol import messages
-from swarm.protocol.compression import is_finite, payload_bytes
+from swarm.protocol.compression import is_finite, load_quantizer, payload_bytes
 from swarm.server.limits import DEFAULT_REQUEST_BYTES
 
 HiddenStatesRequest = messages.StepRequest | messages.ReplayRequest | messages.ForwardRequest | messages.BackwardRequest
@@ -49,6 +50,13 @@ class RequestValidator:
         self._model = model
         self._revision = revision
         self._limits = limits
+        self._quantizer_loaded = False
+
+    async def load_formats(self, *formats: WireFormat) -> None:
+        """Load what these formats need: it takes a second or more, once, in which others' steps go on."""
+        if WireFormat.BLOCKWISE8 in formats and not self._quantizer_loaded:
+            await asyncio.to_thread(load_quantizer, self._model.device)
+            self._quantizer_loaded = True
 
     @property
     def max_payload(self) -> int:
@@ -131,6 +139,7 @@ class RequestValidator:
             raise WrongShape(f"{tokens} tokens of {hidden} values take {expected} bytes as {wire}, got {len(payload)}")
         if not await run_large(len(payload), is_finite, payload, tokens * hidden, wire, dtype):
             raise NotFinite("the hidden states hold NaN or infinity, which would spoil the session's cache")
+        await self.load_formats(wire)
 
     async def validate_gradients(
         self, tokens: int, message: messages.BackwardRequest, payload: bytes | memoryview
@@ -153,6 +162,7 @@ class RequestValidator:
             raise NotFinite("the hidden states hold NaN or infinity")
         if not await run_large(gradients, is_finite, whole[inputs:], values, message.gradient_format, dtype):
             raise NotFinite("the gradients hold NaN or infinity; check the loss")
+        await self.load_formats(message.format, message.gradient_format)
 
     def _validate_token_count(self, tokens: int, limit: int) -> None:
         if not 0 < tokens <= limit:

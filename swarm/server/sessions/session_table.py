@@ -218,12 +218,14 @@ class SessionTable:
         needed, wanted = tokens - self.free, self._allocator.held_by_peer(peer) + tokens
         if needed <= 0 or wanted > self._allocator.quota:
             return
+        if not self._allocator.comes_next(session, peer):  # who is before it would get what becomes free
+            return
         held = [
             HeldCache(
                 one,
                 one.terms.peer_id,
                 self._allocator.held_by(one),
-                0.0 if one.is_busy else now - one.last_seen,
+                0.0 if one.is_busy or one.reserving.locked() else now - one.last_seen,
             )
             for one in self._sessions.values()
             if one is not session

@@ -6,7 +6,7 @@ Messages are validated and refused here; the engine computes. Nothing but adapte
 from __future__ import annotations
 
 from swarm.common.dtypes import dtype_name
-from swarm.data_structures import Span, WireFormat
+from swarm.data_structures import Span
 from swarm.errors import WrongSpan
 from swarm.models.adapters.adapter_batch import AdapterWeights
 from swarm.models.adapters.block_adapter import BlockAdapterWeights
@@ -14,7 +14,6 @@ from swarm.models.execution.session_cache import ForwardCache
 from swarm.models.execution.span_model import SpanModel
 from swarm.protocol import messages
 from swarm.protocol.adapter_encoding import unpack_adapters
-from swarm.protocol.compression import load_quantizer
 from swarm.server.compute import compute_request
 from swarm.server.compute.compute_request import Bytes
 from swarm.server.compute.engine import Engine
@@ -37,7 +36,6 @@ class StatelessRequests:
         self._model = model
         self._validator = validator
         self._engine = engine
-        self._warm = False
 
     @property
     def max_payload(self) -> int:
@@ -56,7 +54,7 @@ class StatelessRequests:
         layout = self._validator.validate_layout(message)
         await self._validator.validate_payload(layout.tokens, message.format, message.dtype, payload)
         cache = ForwardCache(self._model.narrowed(span), layout, self.find_adapter(peer, span, message.adapters))
-        await self._warm_up(message.format, message.reply_format)
+        await self._validator.load_formats(message.reply_format)
         result = await self._engine.compute(
             compute_request.forward_work(
                 peer, None, cache, layout, payload, message.format, message.dtype, message.reply_format
@@ -72,7 +70,6 @@ class StatelessRequests:
         span = self._validator.validate_span(message.revision, message.start, message.end)
         layout = self._validator.validate_layout(message)
         await self._validator.validate_gradients(layout.tokens, message, payload)
-        await self._warm_up(message.format, message.gradient_format)
         result = await self._engine.compute(
             compute_request.backward_work(
                 peer,
@@ -106,12 +103,6 @@ class StatelessRequests:
         found = zip(named, unpacked, strict=True)
         self.adapters.store(peer, {(number, block.digest): part for (number, block), part in found})
         return messages.AdaptersStored(self.adapters.limits.seconds)
-
-    async def _warm_up(self, *formats: WireFormat) -> None:
-        """Prepare the 8-bit wire format before a request is queued, not in the middle of an iteration."""
-        if WireFormat.BLOCKWISE8 in formats and not self._warm:
-            await self._engine.compute_thread.run(load_quantizer, self._model.device)
-            self._warm = True
 
     @property
     def _dtype(self) -> str:

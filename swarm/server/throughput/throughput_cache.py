@@ -9,17 +9,16 @@ from __future__ import annotations
 import fcntl
 import logging
 import math
-import os
-import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from dataclasses import fields as dataclass_fields
 from pathlib import Path
 
-from swarm.common.checked_json import fields, items, number, parse_json, text, to_json
-from swarm.common.folders import cache_folder
+from swarm.common.files.atomic_file import replace_file
+from swarm.common.files.checked_json import fields, items, number, parse_json, text, to_json
+from swarm.common.files.folders import cache_folder
 
 logger = logging.getLogger(__name__)
 
@@ -111,7 +110,7 @@ def remember(path: Path, conditions: MeasurementConditions, throughput: Throughp
         with _locked(path.with_suffix(".lock")):
             others = [entry for entry in _valid(_read(path), now) if entry.conditions != conditions]
             entries = [*others, _CachedThroughput(conditions, *rates, now)]
-            _replace(path, to_json({"entries": [asdict(entry) for entry in entries[-MAX_ENTRIES:]]}, indent=2))
+            replace_file(path, to_json({"entries": [asdict(entry) for entry in entries[-MAX_ENTRIES:]]}, indent=2))
     except (OSError, UnicodeError) as error:
         logger.debug("the measured throughput was not kept: %s", error)
 
@@ -170,16 +169,3 @@ def _locked(path: Path) -> Iterator[None]:
             except OSError:  # a file system without locks
                 break
         yield
-
-
-def _replace(path: Path, data: bytes) -> None:
-    """Write the whole file or nothing, even if the power fails."""
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name)
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-        os.replace(temporary, path)
-    except BaseException:
-        with suppress(OSError):
-            os.unlink(temporary)
-        raise

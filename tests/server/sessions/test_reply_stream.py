@@ -4,8 +4,9 @@ import asyncio
 
 import pytest
 
-from swarm.errors import PeerLost, PeerTimeout
-from swarm.protocol.messages import ProbeReply, ProbeRequest, decode_client
+from swarm.errors import MemoryFull, PeerLost, PeerTimeout
+from swarm.protocol.framing import encode_prefix
+from swarm.protocol.messages import ProbeReply, ProbeRequest, decode_client, decode_server, encode
 from swarm.server.sessions.pushing.push_link import PUSH_TIMEOUT_S
 from swarm.server.sessions.reply_stream import DISCARD_TIMEOUT_S, ReplyStream
 from swarm.transport import memory
@@ -108,5 +109,55 @@ def test_who_never_hangs_up_is_not_waited_for_long():
         began = asyncio.get_running_loop().time()
         await stream.discard_incoming()
         assert asyncio.get_running_loop().time() == pytest.approx(began + DISCARD_TIMEOUT_S)
+
+    on_virtual_time(scenario)
+
+
+def test_who_is_interrupted_while_a_frame_comes_can_still_be_answered():
+    async def scenario(stream, peer):
+        stream._task = asyncio.current_task()  # as in the task that serves it
+        admitted = asyncio.Event()
+
+        async def admit(header, length):
+            admitted.set()
+
+        async def interrupt():
+            await admitted.wait()
+            stream.interrupt(MemoryFull("too slow"))
+            stream.interrupt(MemoryFull("too late"))
+
+        async def read():
+            heard.append(decode_server((await peer.receive()).header))
+            with pytest.raises(PeerLost):
+                await peer.receive()
+
+        header, heard = encode(ProbeRequest(1)), []
+        peer._writer.write(encode_prefix(len(header), 1000) + header + bytes(10))
+        interrupting, reading = asyncio.create_task(interrupt()), asyncio.create_task(read())
+        with pytest.raises(MemoryFull, match="too slow"):
+            await stream.receive(2000, admit)
+        assert not asyncio.current_task().cancelling()
+        stream.interrupt(MemoryFull("nothing comes now"))
+        await stream.send(ProbeReply())
+        await stream.discard_incoming(1.0)
+        stream.close()
+        await asyncio.gather(interrupting, reading)
+        assert heard == [ProbeReply()]
+
+    on_virtual_time(scenario)
+
+
+def test_a_task_that_is_canceled_as_well_ends():
+    async def scenario(stream, peer):
+        async def serve():
+            stream._task = asyncio.current_task()
+            await stream.receive()
+
+        serving = asyncio.create_task(serve())
+        await asyncio.sleep(0)
+        stream.interrupt(MemoryFull("too slow"))
+        serving.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await serving
 
     on_virtual_time(scenario)

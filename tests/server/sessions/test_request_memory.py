@@ -16,8 +16,13 @@ from swarm.models.execution import gradients
 from swarm.models.execution.span_model import SpanModel
 from swarm.protocol import messages
 from swarm.server.limits import MIN_REQUEST_TOKENS, REQUEST_PEER_SHARE, min_request_bytes
+from swarm.server.memory.peer_standing import PeerStanding
 from swarm.server.sessions.adapter_store import AdapterStore
 from swarm.server.sessions.request_memory import (
+    CHECK_PERIOD_S,
+    PRESSED_BYTES_PER_S,
+    PRESSED_GRACE_S,
+    PRESSED_S,
     ROOM_TIMEOUT_S,
     STREAM_BYTES,
     TRAINING_ROOM_TIMEOUT_S,
@@ -167,6 +172,113 @@ def test_training_waits_until_a_slow_server_has_computed_what_came_before(memory
         busy.release()
         await asking
         waiting.release()
+
+    virtual_time.run(scenario)
+
+
+class Slow:
+    """A peer of this standing that sends frames which never end."""
+
+    def __init__(self, memory: RequestMemory, peer: str) -> None:
+        self.interrupted: list[MemoryFull] = []
+        self.admission = memory.open_stream(object(), peer, self.end)
+
+    def end(self, error: MemoryFull) -> None:
+        self.interrupted.append(error)
+        self.admission.release()
+
+    async def begin(self, size: int) -> None:
+        await self.admission.admit(header(messages.InfoRequest()), size)
+
+
+@pytest.fixture
+def strangers(model, told) -> RequestMemory:
+    """Memory of a server at which only "friend" has standing."""
+    standing = PeerStanding(lambda: 0.0)
+    standing._established["friend"] = None
+    limits = RequestLimits(step_tokens=1000, backward_tokens=500, memory=MEMORY, slot_bytes=SLOT_BYTES)
+    return RequestMemory(model, limits, AdapterStore(lambda: 0.0, ADAPTERS), standing, told)
+
+
+BODY = 600_000
+"""New peers together have room for two such bodies, each of which takes twice as much, and one for one."""
+
+
+def test_bodies_of_new_peers_that_come_slowly_give_way_to_a_request_that_waits(strangers, told):
+    async def scenario() -> None:
+        loop = asyncio.get_running_loop()
+        slow = [Slow(strangers, peer) for peer in "ab"]
+        for one in slow:
+            await one.begin(BODY)
+        await asyncio.sleep(500)
+        assert not slow[0].interrupted  # nobody waits
+        assert strangers._check is None
+        began = loop.time()
+        await Slow(strangers, "c").begin(BODY)
+        assert loop.time() - began <= 2 * CHECK_PERIOD_S
+        assert all("too slowly" in str(one.interrupted[0]) for one in slow)
+        await asyncio.sleep(2 * CHECK_PERIOD_S)
+        assert strangers._check is None
+        assert told.refusals == 2
+
+    virtual_time.run(scenario)
+
+
+def test_a_body_that_has_just_begun_has_its_time(strangers):
+    """As long as a link of 0.5 Mbit/s takes for it."""
+
+    async def scenario() -> None:
+        loop = asyncio.get_running_loop()
+        slow = [Slow(strangers, peer) for peer in "ab"]
+        for one in slow:
+            await one.begin(BODY)
+        await Slow(strangers, "c").begin(BODY)
+        assert loop.time() == pytest.approx(PRESSED_GRACE_S + BODY / PRESSED_BYTES_PER_S, abs=CHECK_PERIOD_S)
+
+    virtual_time.run(scenario)
+
+
+def test_who_holds_much_has_to_send_it_quickly(model, told):
+    standing = PeerStanding(lambda: 0.0)
+    limits = RequestLimits(memory=1 << 30, slot_bytes=SLOT_BYTES)
+    memory = RequestMemory(model, limits, AdapterStore(lambda: 0.0, ADAPTERS), standing, told)
+
+    async def scenario() -> None:
+        slow = [Slow(memory, peer) for peer in "aabb"]
+        for one in slow:
+            await one.begin(94 << 20)
+        await Slow(memory, "c").begin(BODY)
+        assert asyncio.get_running_loop().time() <= PRESSED_GRACE_S + PRESSED_S + CHECK_PERIOD_S
+
+    virtual_time.run(scenario)
+
+
+def test_whose_body_has_come_and_who_has_standing_keep_their_places(strangers):
+    async def scenario() -> None:
+        computed, friend = Slow(strangers, "a"), Slow(strangers, "friend")
+        await computed.begin(BODY)
+        computed.admission.has_arrived()
+        for one in (friend, Slow(strangers, "b")):
+            await one.begin(BODY)
+        late = Slow(strangers, "c")
+        waiting = asyncio.create_task(late.begin(BODY))
+        await asyncio.sleep(ROOM_TIMEOUT_S - 1)
+        assert not computed.interrupted
+        assert not friend.interrupted
+        await waiting  # in the place of "b"
+
+    virtual_time.run(scenario)
+
+
+def test_a_peer_does_not_push_out_its_own_bodies_nor_those_of_who_holds_less(strangers):
+    async def scenario() -> None:
+        slow = [Slow(strangers, "a"), Slow(strangers, "b")]
+        await slow[0].begin(BODY)
+        await slow[1].begin(BODY // 4)
+        with pytest.raises(MemoryFull):
+            await Slow(strangers, "a").begin(BODY)
+        assert not slow[0].interrupted
+        assert not slow[1].interrupted
 
     virtual_time.run(scenario)
 

@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -25,7 +26,7 @@ FORWARD = messages.ForwardRequest("main", 2, 5, [2, 1], WireFormat.NONE, "float3
 
 
 def checks(positions: int | None = None, tokens: int = TOKENS) -> RequestValidator:
-    model: Any = SimpleNamespace(span=HELD, hidden_size=HIDDEN, positions=positions)
+    model: Any = SimpleNamespace(span=HELD, hidden_size=HIDDEN, positions=positions, device=torch.device("cpu"))
     return RequestValidator(model, "main", RequestLimits(step_tokens=tokens, backward_tokens=40))
 
 

@@ -305,6 +305,36 @@ def test_whoever_waits_has_others_leave_once_they_are_idle():
     virtual_time.run(scenario)
 
 
+def test_nobody_leaves_for_a_session_that_has_another_one_before_it():
+    """What becomes free would go to that one, which needs more."""
+
+    async def scenario():
+        loop = asyncio.get_running_loop()
+        sessions = SessionTable(CAPACITY, loop.time, peer_share=1.0)
+        asked = []
+        sessions.ask_to_leave = asked.append
+        idle, busy = opened(sessions, session(1, "a"), 4), opened(sessions, session(2, "b"), 4)
+        behind = opened(sessions, session(3, "behind"), 2)
+        first = session(4, "first", wait_timeout_s=500.0)
+        waiting = [
+            asyncio.create_task(sessions.open_session(first, 8)),
+            asyncio.create_task(sessions.open_session(session(5, "behind", wait_timeout_s=500.0), 4)),
+        ]
+        await asyncio.sleep(IDLE_AFTER_S / 2)
+        sessions.note_use(busy)
+        sessions.note_use(behind)
+        await asyncio.sleep(IDLE_AFTER_S / 2 + 2 * EXPIRY_PERIOD_S)
+        assert asked == []
+        sessions.note_use(behind)
+        await waiting[0]
+        assert set(asked) == {idle, busy}
+        sessions.close(first)
+        await waiting[1]
+        assert set(asked) == {idle, busy}
+
+    virtual_time.run(scenario)
+
+
 def test_new_peers_share_what_others_want(clock):
     """However much the first has taken, which works all the time."""
     sessions = SessionTable(CAPACITY, clock, peer_share=0.75, standing=PeerStanding(clock, new_share=0.2))

@@ -40,7 +40,7 @@ class PushLink:
         client: peer id of the session's client.
         peer_id: the next server.
         session_id: the session there.
-        dial: is ended when the next server is reached, or cannot be.
+        dial: ends when the next server is reached, or cannot be.
     """
 
     reply_delay_s = PUSHED_REPLY_DELAY_S
@@ -53,7 +53,7 @@ class PushLink:
         self._broken = False
         self._connected = asyncio.Event()
         self._dial = dial
-        self._task = asyncio.get_running_loop().create_task(self._watch(network))
+        self._task: asyncio.Task[None] | None = asyncio.get_running_loop().create_task(self._watch(network))
 
     def leads_to(self, peer_id: str, session_id: bytes) -> bool:
         """Whether it leads to this session at this server, and works."""
@@ -79,8 +79,10 @@ class PushLink:
     def close(self) -> None:
         """Push no more steps."""
         self._broken = True
-        self._dial.end()
-        self._task.cancel()
+        self._dial.give_up()
+        if self._task is not None:
+            self._task.cancel()
+            self._task = None  # a canceled task keeps what it has done, and with it this link
         if self._stream is not None:
             self._stream.close()
 
@@ -88,13 +90,14 @@ class PushLink:
         """Connect, then wait: the next server only ever sends an error, or closes the connection."""
         try:
             self._stream = await network.open_stream(self._peer_id)
-            self._dial.end(asyncio.get_running_loop().time())
+            self._dial.reached(asyncio.get_running_loop().time())
             self._connected.set()
             await self._stream.receive(0)
         except RemoteError as error:
             logger.debug("the link to …%s is gone: %s", self._peer_id[-6:], error)
+            self._dial.failed()
         finally:
-            self._dial.end()
+            self._dial.give_up()
             self._broken = True
             self._connected.set()
             if self._stream is not None:
