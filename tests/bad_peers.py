@@ -130,25 +130,29 @@ def is_output(message: messages.Message) -> bool:
 
 
 class LyingPeer:
-    """A peer that opens lying streams."""
+    """A peer, or another network, that opens lying streams.
 
-    def __init__(self, peer: Peer, wrap: Callable[[Stream], LyingStream]) -> None:
+    Args:
+        wrap: makes a stream one that lies.
+    """
+
+    def __init__(self, peer: Any, wrap: Callable[[Any], Any]) -> None:
         self._peer = peer
         self._wrap = wrap
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._peer, name)
 
-    async def open_stream(self, peer_id: str) -> LyingStream:
+    async def open_stream(self, peer_id: str) -> Any:
         return self._wrap(await self._peer.open_stream(peer_id))
 
 
 class BadServer(Server):
-    """A server whose messages of one kind are lies; see `LyingStream`."""
+    """A server that lies on its streams, those that it opens and those that it accepts; see `LyingPeer`."""
 
-    def __init__(self, config: ServerConfig, lie: Lie, applies: Callable[[messages.Message], bool]) -> None:
+    def __init__(self, config: ServerConfig, wrap: Callable[[Any], Any]) -> None:
         super().__init__(config)
-        self._wrap = functools.partial(LyingStream, lie=lie, applies=applies)
+        self._wrap = wrap
 
     @property
     def peer(self) -> Any:
@@ -162,7 +166,7 @@ def start_bad_server(
     swarm: TestSwarm, blocks: str, lie: Lie, applies: Callable[[messages.Message], bool] = is_reply
 ) -> ServerProcess:
     """A process that looks like the best server for these blocks."""
-    make = functools.partial(BadServer, lie=lie, applies=applies)
+    make = functools.partial(BadServer, wrap=functools.partial(LyingStream, lie=lie, applies=applies))
     throughput = ThroughputOption(ATTRACTIVE)
     return swarm.start(blocks, make=make, dtype="float32", throughput=throughput).wait_ready()
 

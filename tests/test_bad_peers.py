@@ -149,7 +149,9 @@ def test_a_server_that_lies(
     bad = start_bad_server(swarm, f"{block}:{block + 4}", lie, applies)
     if lie is bad_peers.nan and block:  # perhaps what came in was such that any server would have made NaN of it
         reason = PeerFailure.SUSPECTED
-    assert misbehave(swarm, bystander, bad, block, prompt, expected) == (reason,)
+    reasons = misbehave(swarm, bystander, bad, block, prompt, expected)
+    # Others are asked before its time is over. If the text ends before, it was only slow.
+    assert reasons == (reason,) or (reason is PeerFailure.TIMED_OUT and not reasons)
 
 
 @pytest.mark.parametrize(

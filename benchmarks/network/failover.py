@@ -3,19 +3,22 @@
     python -m benchmarks.network.failover [--failovers 15] [--restarts 6] [--position 256] [--json FILE]
 
 The demo model runs in six server processes, two for each span of four blocks, in fp32, greedy, batch 1. Before the step
-at the position, the server of each span in turn is killed with `kill -9` (or hung with SIGSTOP). The pause lasts from
-just before the signal until the next token. A restart is what a client without failover would do after the same kill:
-open a new session and prefill the whole text so far, either by the client that knows the swarm or by a new client.
-Every text is compared with that of the local model.
+at the position, the server of each span in turn is killed with `kill -9`, or hung with SIGSTOP, or made to answer each
+step after 2 s. The pause lasts from just before the signal until the next token; a server that drips also costs what
+all further tokens take beyond their usual time. A restart is what a client without failover would do after the same
+kill: open a new session and prefill the whole text so far, either by the client that knows the swarm or by a new
+client. Every text is compared with that of the local model.
 """
 
 from __future__ import annotations
 
 import argparse
+import enum
 import json
 import statistics
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,12 +30,20 @@ from benchmarks.common import machine
 from swarm.client.session import InferenceSession
 from swarm.models.checkpoints.checkpoint import DEMO_FOLDER
 from swarm.transport.p2p import quiet_hivemind
-from tests.disturbances import Before, Event, demo_prompt, demo_text, greedy, holder
+from tests.disturbances import Before, Event, demo_prompt, demo_text, dripping, greedy, holder
 from tests.swarms import ServerProcess, TestSwarm, run_client, run_swarm
 
 SPANS = ("0:4", "4:8", "8:12")
 TOKENS_AROUND_LOSS = 32
 """Number of tokens generated before the loss, and after it; all earlier tokens are the prompt."""
+
+
+class Loss(enum.Enum):
+    """How a server is lost."""
+
+    KILLED = enum.auto()
+    HUNG = enum.auto()
+    DRIPS = enum.auto()
 
 
 @dataclass
@@ -41,7 +52,8 @@ class FailoverTimes:
 
     Attributes:
         token: each token without a failover.
-        killed, hung: the pause of each failover from a killed or a hung server.
+        killed, hung, dripped: the pause of each failover from a killed or a hung server, or one that drips.
+        drip: what such a server cost in all, the pause included.
         restarted: a new session of the same client.
         fresh: a new client with a session.
     """
@@ -49,6 +61,8 @@ class FailoverTimes:
     token: list[float] = field(default_factory=list)
     killed: list[float] = field(default_factory=list)
     hung: list[float] = field(default_factory=list)
+    dripped: list[float] = field(default_factory=list)
+    drip: list[float] = field(default_factory=list)
     restarted: list[float] = field(default_factory=list)
     fresh: list[float] = field(default_factory=list)
 
@@ -65,20 +79,33 @@ class FailoverTrial:
         self._text = demo_text(self._prompt, 2 * TOKENS_AROUND_LOSS)
         self._lost: list[ServerProcess] = []
 
-    def fail_over(self, model: Any, number: int, hang: bool) -> None:
+    def fail_over(self, model: Any, number: int, how: Loss) -> None:
         """Lose a server in the middle of a text, and continue."""
         model.swarm.servers()
         lost_before = TOKENS_AROUND_LOSS + 2  # that token's step is the first one at the position
-        with model.inference_session(max_length=self._position + TOKENS_AROUND_LOSS) as session:
-            before = Before(session, {lost_before: self._lose(number, hang)})
+        with ExitStack() as until_written:
+            session = until_written.enter_context(
+                model.inference_session(max_length=self._position + TOKENS_AROUND_LOSS)
+            )
+            before = Before(session, {lost_before: self._lose(number, how, until_written)})
             written = greedy(
                 model, self._prompt, 2 * TOKENS_AROUND_LOSS, stopping_criteria=StoppingCriteriaList([before])
             )
         self._check(written, self._text)
         gaps = [later - earlier for earlier, later in zip(before.times, before.times[1:], strict=False)]
+        usual = statistics.median(gaps)
+        later = gaps[lost_before - 2 :]
         pause = gaps.pop(lost_before - 2)
-        (self.figures.hung if hang else self.figures.killed).append(pause)
-        self.figures.token += gaps
+        match how:
+            case Loss.KILLED:
+                self.figures.killed.append(pause)
+            case Loss.HUNG:
+                self.figures.hung.append(pause)
+            case Loss.DRIPS:
+                self.figures.dripped.append(pause)
+                self.figures.drip.append(sum(later) - usual * len(later))
+        if how is not Loss.DRIPS:
+            self.figures.token += gaps
         self._replace()
 
     def restart(self, model: Any, number: int) -> None:
@@ -88,7 +115,7 @@ class FailoverTrial:
         with model.inference_session(max_length=self._position + TOKENS_AROUND_LOSS) as session:
             self._check(greedy(model, self._prompt, TOKENS_AROUND_LOSS + 1), self._text[: TOKENS_AROUND_LOSS + 1])
             began = time.perf_counter()
-            self._lose(number, hang=False)(session)
+            self._lose(number, Loss.KILLED, ExitStack())(session)
             with model.inference_session(max_length=self._position + TOKENS_AROUND_LOSS):
                 again = greedy(model, so_far, 1)
             self.figures.restarted.append(time.perf_counter() - began)
@@ -100,12 +127,18 @@ class FailoverTrial:
         self._check(again, self._text[TOKENS_AROUND_LOSS + 1 : TOKENS_AROUND_LOSS + 2])
         self._replace()
 
-    def _lose(self, number: int, hang: bool) -> Event:
+    def _lose(self, number: int, how: Loss, until_written: ExitStack) -> Event:
         def lose_server(session: InferenceSession) -> None:
             assert session.position == self._position
             self._lost = [holder(self._swarm, session, 4 * (number % len(SPANS)))]
             for server in self._lost:
-                server.freeze() if hang else server.kill()
+                match how:
+                    case Loss.KILLED:
+                        server.kill()
+                    case Loss.HUNG:
+                        server.freeze()
+                    case Loss.DRIPS:
+                        until_written.enter_context(dripping(server))
 
         return lose_server
 
@@ -125,10 +158,12 @@ def measure(failovers: int, restarts: int, position: int) -> FailoverTimes:
     with run_swarm(DEMO_FOLDER, SPANS * 2, dtype="float32") as swarm, run_client(swarm, dtype="float32") as model:
         trial = FailoverTrial(swarm, position)
         for number in range(failovers):
-            trial.fail_over(model, number, hang=False)
+            trial.fail_over(model, number, Loss.KILLED)
         for number in range(restarts):
             trial.restart(model, number)
-            trial.fail_over(model, number, hang=True)
+            for _ in range(2):
+                trial.fail_over(model, number, Loss.HUNG)
+            trial.fail_over(model, number, Loss.DRIPS)
     return trial.figures
 
 
@@ -138,6 +173,8 @@ def table(figures: FailoverTimes, position: int) -> str:
         "token without failover": figures.token,
         "failover, a server killed": figures.killed,
         "failover, a server hung": figures.hung,
+        "failover, a server that answers after 2 s": figures.dripped,
+        "such a server, over the 32 tokens after": figures.drip,
         "restart by the same client, a server killed": figures.restarted,
         "restart by a new client, a server killed": figures.fresh,
     }
@@ -161,7 +198,7 @@ def _row(name: str, seconds: Sequence[float], token: float) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--failovers", type=int, default=15)
-    parser.add_argument("--restarts", type=int, default=6, help="restarts, and failovers from a hung server")
+    parser.add_argument("--restarts", type=int, default=6, help="restarts, and servers that drip; twice as many hang")
     parser.add_argument("--position", type=int, default=256)
     parser.add_argument("--json", type=Path, help="also write the raw results to this file")
     arguments = parser.parse_args()

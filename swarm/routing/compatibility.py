@@ -1,8 +1,8 @@
 """Selects the announced servers that may be chained: those with the same weights, in an accepted precision.
 
 A client knows the digest of each block from the model's own source (`swarm.models.checkpoints.known_digests`), or has
-pinned it at first use. Servers have no say in it: anybody can start more of them. Who only looks at a swarm knows no
-digests, and so excludes nobody for them, but sees who disagrees.
+pinned it at first use. Servers have no vote, because an attacker can start any number of them. A program that only
+looks at a swarm knows no digests. So it excludes no server for its weights, but shows which ones disagree.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def compatible_servers(
     Args:
         servers: as fetched from the DHT, in any state.
         revision: the client's own revision of the model.
-        digests: that blocks must have; servers of other blocks are excluded. None to compare no digests.
+        digests: that blocks must have; servers of blocks with other digests are excluded. None to compare none.
         quant: the quantizations that the client accepts ("none", "int8", "int4", "nf4"); None for any. A digest is
             always that of the checkpoint, whatever the weights were quantized to.
         exact: whether the client refuses servers that compute with some neurons only.

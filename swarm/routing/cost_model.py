@@ -44,6 +44,7 @@ class RouteRequirements:
         after: peer id of the server that receives the last hop's output; None if the client does.
         avoid: peer ids that must not be used.
         penalties: peer id -> seconds >= 0 added where that server is used (see `swarm.routing.peer_health`).
+        overruns: peer id -> seconds >= 0 added for each block there (see `swarm.routing.measured_overruns`).
     """
 
     tokens: int = 1
@@ -52,6 +53,7 @@ class RouteRequirements:
     after: str | None = None
     avoid: frozenset[str] = frozenset()
     penalties: Mapping[str, float] = field(default_factory=dict)
+    overruns: Mapping[str, float] = field(default_factory=dict)
 
 
 class CostModel:
@@ -75,6 +77,8 @@ class CostModel:
             self.usable[numbers[peer_id]] = False
         for peer_id in requirements.penalties.keys() & numbers.keys():
             self.server_seconds[numbers[peer_id]] += min(requirements.penalties[peer_id], MAX_SECONDS)
+        for peer_id in requirements.overruns.keys() & numbers.keys():
+            self.block_seconds[numbers[peer_id]] += min(requirements.overruns[peer_id], MAX_SECONDS)
 
     def holders(self, block: int) -> Indices:
         """Numbers of the usable servers that hold the block, ascending."""
@@ -128,6 +132,16 @@ class CostModel:
         if peer_id is not None:
             seconds = np.maximum(seconds, min(self.snapshot.client_round_trip(peer_id), MAX_SECONDS) / 2)
         return seconds
+
+
+def announced_seconds(hop: Hop, tokens: int) -> float:
+    """Seconds of a step of `tokens` tokens at one server, queue included, as it announces them."""
+    server = hop.server
+    block = 1 / max(server.throughput, MIN_RATE)
+    if tokens > 1:
+        block = max(block, tokens / max(server.forward_throughput or server.throughput, MIN_RATE))
+    wire = tokens / max(server.network_throughput, MIN_RATE) if server.network_throughput > 0 else 0.0
+    return min(server.queue_delay, MAX_SECONDS) + wire + hop.span.length * block
 
 
 def raise_if_blocks_missing(costs: CostModel, span: Span) -> None:

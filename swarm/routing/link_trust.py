@@ -1,4 +1,4 @@
-"""Which servers a client lets push to each other, after it saw that one of two lied and could not tell which."""
+"""Which servers a client lets push to each other: not two of which one has lied, if it could not tell which."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ DISTRUST_S = 1800.0
 """How long two servers are kept apart."""
 
 MAX_PARTNERS = 2
-"""A server that was caught with so many different ones is linked with nobody. An honest one that is framed loses no
-more than that: this client hands its outputs on itself."""
+"""A server that was caught with this many others is no longer linked at all. An honest one that liars frame loses no
+more than its links: this client passes its outputs on itself."""
 
 PARTNER_PENALTY_S = 0.1
 """Cost added to a route for each server that a peer was caught with."""
 
 
 class LinkTrust:
-    """This client's record of links that it caught. All times are seconds of one clock, passed in by the caller.
+    """This client's record of links where one side lied. All times are seconds of one clock, passed in by the caller.
 
     Args:
         max_links: links that are remembered; the oldest is forgotten first.

@@ -5,14 +5,15 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
-from swarm.data_structures import Route, ServerInfo, Span
+from swarm.data_structures import Hop, Route, ServerInfo, Span
 from swarm.errors import MissingBlocks
 from swarm.routing.batch_split import BatchShare, split_batch
 from swarm.routing.beam_search import find_route
-from swarm.routing.cost_model import CostModel, RouteRequirements
+from swarm.routing.cost_model import CostModel, RouteRequirements, announced_seconds, route_seconds
 from swarm.routing.link_trust import LinkTrust
+from swarm.routing.measured_overruns import MeasuredOverruns
 from swarm.routing.peer_health import PeerHealth
 from swarm.routing.round_trips import RoundTrips
 from swarm.routing.swarm_snapshot import SwarmSnapshot
@@ -22,6 +23,21 @@ PINGS_PER_ROUND = 32
 
 MAX_NAMED_SERVERS = 3
 """Number of servers that an error message lists one by one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Alternative:
+    """A route without some servers, beside the one with them.
+
+    Attributes:
+        route: without them.
+        seconds: that a step is expected to take there.
+        current_seconds: that it is expected to take with them; 0 if they are not announced any more.
+    """
+
+    route: Route
+    seconds: float
+    current_seconds: float
 
 
 class Router:
@@ -44,6 +60,7 @@ class Router:
         self.health = health if health is not None else PeerHealth()
         self.links = LinkTrust()
         self.round_trips = RoundTrips()
+        self.overruns = MeasuredOverruns()
         self._announced: tuple[ServerInfo, ...] = ()
         self._excluded: Mapping[str, str] = {}
         self._snapshot = SwarmSnapshot(())
@@ -94,6 +111,40 @@ class Router:
         except MissingBlocks as error:
             raise MissingBlocks(error.blocks, self._explain_missing_blocks(error.blocks, now)) from None
 
+    def alternative(
+        self, current: Route, now: float, before: str | None, after: str | None, cache_tokens: int
+    ) -> Alternative | None:
+        """The best route over the blocks of `current` without its servers, and what both take; None if there is none.
+
+        Args:
+            before, after, cache_tokens: see `RouteRequirements`.
+        """
+        peers = frozenset(server.peer_id for server in current.servers)
+        requirements = self._with_health(now, RouteRequirements(1, cache_tokens, before, after))
+        span = Span(current.hops[0].span.start, current.hops[-1].span.end)
+        try:
+            route = find_route(self._snapshot, span, replace(requirements, avoid=requirements.avoid | peers))
+        except MissingBlocks:
+            return None
+        current_seconds = 0.0
+        if peers <= self._snapshot.numbers.keys():  # the session has its room there already
+            current_seconds = route_seconds(self._snapshot, current, replace(requirements, cache_tokens=0))
+        return Alternative(route, route_seconds(self._snapshot, route, requirements), current_seconds)
+
+    def note_step(self, hop: Hop, seconds: float, tokens: int, now: float) -> None:
+        """A server took `seconds` for a step, from this client and back, or from a server in the same place."""
+        self.overruns.record(hop.server.peer_id, self._overrun(hop, seconds, tokens), now)
+
+    def note_overtaken(self, hop: Hop, seconds: float, tokens: int, now: float) -> None:
+        """A server took at least `seconds` for a step that others were quicker to begin anew. What it did before does
+        not count any more."""
+        self.overruns.replace(hop.server.peer_id, self._overrun(hop, seconds, tokens), now)
+
+    def _overrun(self, hop: Hop, seconds: float, tokens: int) -> float:
+        """Seconds a block beyond what the server announces."""
+        expected = announced_seconds(hop, tokens) + self._snapshot.round_trips.get(hop.server.peer_id, 0.0)
+        return (seconds - expected) / hop.span.length
+
     def split(
         self,
         span: Span,
@@ -136,12 +187,12 @@ class Router:
         return [self._snapshot.servers[number].peer_id for number in chosen[:limit]]
 
     def _with_health(self, now: float, requirements: RouteRequirements) -> RouteRequirements:
-        """The requirements plus the bans and penalties of the peers."""
+        """The requirements plus the bans, penalties and measured overruns of the peers."""
         avoid = requirements.avoid | self.health.banned_peers(now)
         penalties = self.health.penalties(now)
         for peer_id, seconds in self.links.penalties(now).items():
             penalties[peer_id] = penalties.get(peer_id, 0.0) + seconds
-        return replace(requirements, avoid=avoid, penalties=penalties)
+        return replace(requirements, avoid=avoid, penalties=penalties, overruns=self.overruns.charges(now))
 
     def _is_permitted(self, peer_id: str) -> bool:
         allowed = self.allowed_servers is None or peer_id in self.allowed_servers

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from swarm.data_structures import Span
-from swarm.errors import RemoteError, TooLong
+from swarm.errors import AdapterRefused, RemoteError, TooLong
 from swarm.models.checkpoints.checkpoint import open_checkpoint
 from swarm.models.execution.span_model import SpanModel
 from swarm.models.loading.span_loading import load_span
@@ -150,11 +150,12 @@ def test_huge_values_of_which_another_server_makes_nan(liar, tmp_path):
     with_bystander(load("gpt2", tmp_path), THREE, attack)
 
 
-def test_too_long_says_one_server(whole):
+@pytest.mark.parametrize("error", [TooLong, AdapterRefused])
+def test_too_long_says_one_server(whole, error):
     """On a254ca2 the first server that said so ended the call with its error, though another one would have gone on."""
 
     async def attack(swarm: Swarm, victim: Conversation, ids: frozenset[bytes]) -> None:
-        refusal = messages.Refusal("too_long", "no", victim.chain.next_number)
+        refusal = messages.Refusal(error.code, "no", victim.chain.next_number)
         server = swarm.servers["b"]
 
         def tamper(message: Any, payload: Any) -> Any:
@@ -164,7 +165,7 @@ def test_too_long_says_one_server(whole):
         server.tamper = tamper
         await victim.append(1)
         await victim.append(1)
-        assert [(peer, type(error)) for peer, error in swarm.planner.failures] == [("b", TooLong)]
+        assert [(peer, type(why)) for peer, why in swarm.planner.failures] == [("b", error)]
 
     async def attack_and_restore(swarm: Swarm, victim: Conversation, ids: frozenset[bytes]) -> None:
         await attack(swarm, victim, ids)

@@ -13,17 +13,17 @@ from typing import Any
 import torch
 
 from swarm.client.chain.chain import Chain
-from swarm.client.chain.session_constants import SessionContext
+from swarm.client.hops.session_constants import SessionContext
 from swarm.client.routes.events import SessionEvent
 from swarm.client.wire.packed_hidden import PackedHidden
 from swarm.client.wire.request_options import RequestOptions
-from swarm.data_structures import Route, ServerInfo, Span, StepLayout, WireFormat
+from swarm.data_structures import Hop, Route, ServerInfo, Span, StepLayout, WireFormat
 from swarm.errors import ProtocolViolation
 from swarm.models.execution.span_model import SpanModel
 from swarm.protocol import messages
 from swarm.protocol.compression import decode_tensor, encode_tensor
 from swarm.routing.peer_health import PeerFailure
-from swarm.routing.router import Router
+from swarm.routing.router import Alternative, Router
 from swarm.server.compute.engine import Engine
 from swarm.server.sessions.handler import MessageHandler
 from swarm.server.sessions.session_table import SessionTable
@@ -91,6 +91,9 @@ class _Tapped:
     def close(self) -> None:
         self._stream.close()
 
+    def abort(self) -> None:
+        self._stream.abort()
+
 
 class _TappedNetwork:
     """A server's network, watched."""
@@ -105,6 +108,9 @@ class _TappedNetwork:
     async def serve(self, handler: StreamHandler) -> None:
         raise NotImplementedError
 
+    def knows(self, peer_id: str) -> bool:
+        return self._server.network.knows(peer_id)
+
 
 class RoutingPlanner:
     """A planner that sees what the test announces, through a real router.
@@ -112,7 +118,9 @@ class RoutingPlanner:
     Attributes:
         failures: who failed, and why.
         distrusted: links of which one end lied.
+        overtaken: whose place others took because they were quicker.
         routes: that were taken.
+        has_alternatives: whether others can be asked beside a server that is late.
     """
 
     def __init__(self, announced: Callable[[], Sequence[ServerInfo]], missing_blocks_timeout: float) -> None:
@@ -120,6 +128,8 @@ class RoutingPlanner:
         self.router = Router()
         self.failures: list[tuple[str, Exception]] = []
         self.distrusted: list[tuple[str, str]] = []
+        self.overtaken: list[str] = []
+        self.has_alternatives = True
         self.routes: list[str] = []
         self.refreshed = 0
         self._announced = announced
@@ -132,6 +142,18 @@ class RoutingPlanner:
         return self.router.route(
             span, time.monotonic(), before=before, after=after, avoid=avoid, cache_tokens=max_length
         )
+
+    def alternative(self, current: Route, before: str | None, after: str | None, max_length: int) -> Alternative | None:
+        if not self.has_alternatives:
+            return None
+        return self.router.alternative(current, time.monotonic(), before, after, max_length)
+
+    def note_step(self, hop: Hop, seconds: float, tokens: int) -> None:
+        self.router.note_step(hop, seconds, tokens, time.monotonic())
+
+    def note_overtaken(self, hop: Hop, seconds: float, tokens: int) -> None:
+        self.overtaken.append(hop.server.peer_id)
+        self.router.note_overtaken(hop, seconds, tokens, time.monotonic())
 
     async def refresh(self) -> None:
         self.refreshed += 1
@@ -172,6 +194,7 @@ class Swarm:
         push: see `RequestOptions`.
         seconds: that a server computes for one step.
         older: see `Server`.
+        alternatives: see `RoutingPlanner`.
     """
 
     def __init__(
@@ -184,6 +207,7 @@ class Swarm:
         seconds: float = 0.01,
         wire: WireFormat = WireFormat.NONE,
         older: bool = False,
+        alternatives: bool = True,
     ) -> None:
         self.model = model
         self.hub = MemoryHub(lambda source, target: 0.01, self._on_message)
@@ -191,8 +215,10 @@ class Swarm:
         self.manner = RequestOptions(REVISION, wire, 60.0, push)
         self.announced: dict[str, ServerInfo] = {}
         self.servers: dict[str, Server] = {}
+        self.killed: set[str] = set()
         self.events: list[SessionEvent] = []
         self.planner = RoutingPlanner(lambda: list(self.announced.values()), missing_blocks_timeout)
+        self.planner.has_alternatives = alternatives
         self.on_message: OnMessage = lambda source, target, message: False
         self._seconds = seconds
         self._older = older
@@ -211,6 +237,7 @@ class Swarm:
         return server
 
     def kill(self, name: str) -> None:
+        self.killed.add(name)
         self.hub.kill(name)
 
     def kill_soon(self, name: str, seconds: float = 0.015) -> None:

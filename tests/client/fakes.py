@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from swarm.client.chain.session_constants import SessionContext
+from swarm.client.hops.session_constants import SessionContext
 from swarm.client.wire.adapter_upload import AdapterUpload
 from swarm.client.wire.packed_hidden import PackedHidden
 from swarm.client.wire.request_options import RequestOptions
@@ -16,6 +16,7 @@ from swarm.data_structures import Hop, Route, Span, StepLayout, WireFormat
 from swarm.errors import PeerLost
 from swarm.protocol import messages
 from swarm.protocol.input_checksum import input_checksum
+from swarm.routing.router import Alternative
 from swarm.transport.memory import MemoryHub, MemoryNetwork
 from swarm.transport.stream import Stream
 from tests import virtual_time
@@ -137,6 +138,13 @@ class NoRoutes:
         self, span: Span, before: str | None, after: str | None, max_length: int, avoid: frozenset[str] = frozenset()
     ) -> Route:
         raise NotImplementedError
+
+    def alternative(self, current: Route, before: str | None, after: str | None, max_length: int) -> Alternative | None:
+        return None
+
+    def note_step(self, hop: Hop, seconds: float, tokens: int) -> None: ...
+
+    def note_overtaken(self, hop: Hop, seconds: float, tokens: int) -> None: ...
 
     async def refresh(self) -> None:
         raise NotImplementedError

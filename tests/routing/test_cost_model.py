@@ -2,11 +2,19 @@ from __future__ import annotations
 
 import math
 
+import pytest
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from swarm.data_structures import Hop, Route, Span
 from swarm.routing.beam_search import find_route
-from swarm.routing.cost_model import FULL_CACHE_PENALTY_S, RouteRequirements, route_seconds
+from swarm.routing.cost_model import (
+    FULL_CACHE_PENALTY_S,
+    CostModel,
+    RouteRequirements,
+    announced_seconds,
+    route_seconds,
+)
 from swarm.routing.swarm_snapshot import DEFAULT_ROUND_TRIP_S, SwarmSnapshot
 from tests.infos import server_info
 from tests.routing.swarms import demands, missing_blocks, plain_seconds, snapshots, spans
@@ -76,3 +84,25 @@ def test_whatever_is_announced_the_price_is_finite_and_what_the_plain_words_say(
     found = route_seconds(snapshot, route, demand)
     assert 0 <= found < math.inf
     assert math.isclose(found, plain_seconds(snapshot, route, demand), rel_tol=1e-9, abs_tol=1e-12)
+
+
+@given(st.integers(1, 10_000), *[st.floats(0.0, 1e4)] * 4)
+def test_what_one_server_announces_is_what_a_route_is_charged_with(tokens, throughput, forward, network, queue):
+    server = server_info(
+        2,
+        6,
+        "x",
+        throughput=throughput,
+        forward_throughput=forward,
+        network_throughput=network,
+        queue_delay=queue,
+        cache_tokens_free=100,
+    )
+    costs = CostModel(SwarmSnapshot((server,)), RouteRequirements(tokens))
+    expected = costs.server_seconds[0] + 4 * costs.block_seconds[0]
+    assert announced_seconds(Hop(server, Span(2, 6)), tokens) == pytest.approx(expected)
+
+
+def test_what_was_measured_beyond_the_announcement_is_added_for_each_block():
+    assert price(overruns={"a": 0.5}) == round(price() + 2 * 0.5, 9)
+    assert price(overruns={"nobody": 0.5}) == price()

@@ -4,8 +4,9 @@ import random
 
 import pytest
 
-from swarm.data_structures import Span
+from swarm.data_structures import Hop, Route, Span
 from swarm.errors import MissingBlocks
+from swarm.routing.measured_overruns import HALF_LIFE_S
 from swarm.routing.peer_health import PeerFailure
 from swarm.routing.router import Router
 from swarm.routing.swarm_snapshot import DEFAULT_ROUND_TRIP_S
@@ -176,3 +177,56 @@ def test_a_batch_is_split_with_the_same_knowledge():
     assert {hop.server.peer_id for portion in portions for hop in portion.route.hops} == {"peer0", "peer2"}
     with pytest.raises(MissingBlocks, match="has just failed"):
         made.split(WANTED, [100] * 10, 0.0, random.Random(0), avoid=frozenset({"peer0", "peer2"}))
+
+
+def hop_at(name: str, made: Router) -> Hop:
+    server = made.snapshot.servers[made.snapshot.numbers[name]]
+    return Hop(server, server.span)
+
+
+def test_a_server_that_announces_too_much_loses_its_advantage_and_gets_another_chance():
+    made = router()
+    for _ in range(8):
+        made.note_step(hop_at("first-fast", made), 0.5, 1, 0.0)
+        made.note_step(hop_at("second-fast", made), 0.021, 1, 0.0)
+    assert used(made.route(WANTED, 0.0)) == ["first-slow", "second-fast"]
+    assert used(made.route(WANTED, 20 * HALF_LIFE_S)) == ["first-fast", "second-fast"]
+
+
+def test_servers_that_are_all_slower_than_announced_are_used_as_before():
+    made = router()
+    for name in ("first-fast", "second-fast"):
+        for _ in range(8):
+            made.note_step(hop_at(name, made), 5.0, 1, 0.0)
+    assert used(made.route(WANTED, 0.0)) == ["first-fast", "second-fast"]
+
+
+def test_one_that_was_overtaken_once_is_avoided_at_once():
+    made = router()
+    for name in ("first-fast", "second-fast"):
+        for _ in range(8):
+            made.note_step(hop_at(name, made), 0.02, 1, 0.0)
+    made.note_overtaken(hop_at("first-fast", made), 1.0, 1, 0.0)
+    assert used(made.route(WANTED, 0.0)) == ["first-slow", "second-fast"]
+    assert made.health.penalties(0.0) == {}
+    assert made.health.banned_peers(0.0) == frozenset()
+
+
+def test_an_alternative_is_without_the_servers_and_says_what_both_take():
+    made = router()
+    current = Route((hop_at("first-fast", made),))
+    found = made.alternative(current, 0.0, None, "second-fast", 0)
+    assert used(found.route) == ["first-slow"]
+    assert found.seconds - found.current_seconds == pytest.approx(2 / 10 - 2 / 100)
+    both = Route((hop_at("first-fast", made), hop_at("second-fast", made)))
+    assert used(made.alternative(both, 0.0, None, None, 0).route) == ["first-slow", "second-slow"]
+    made.health.record_failure("first-slow", PeerFailure.TIMED_OUT, 0.0)
+    assert made.alternative(current, 0.0, None, "second-fast", 0) is None
+
+
+def test_of_a_server_that_announces_itself_no_more_nothing_is_known():
+    made = router()
+    gone = Route((Hop(server_info(0, 2, "gone"), Span(0, 2)),))
+    found = made.alternative(gone, 0.0, None, None, 0)
+    assert used(found.route) == ["first-fast"]
+    assert found.current_seconds == 0.0

@@ -50,7 +50,7 @@ async def _backward(context: PassContext, trace: ForwardTrace, gradient_TH: torc
             except RemoteError as error:
                 hops = await rerouter.replace(hop, error, span)
             else:
-                context.planner.report_success(hop.server.peer_id)
+                rerouter.on_success(hop)
                 gradient_TH, parts = found.inputs, {**parts, **found.parts}
                 continue
         remaining += (await run_hops(context, rerouter, span, last.inputs, layout, hops, skip_last=True))[0]

@@ -19,7 +19,7 @@ from swarm.client.routes.route_source import RouteSource
 from swarm.client.wire.adapter_upload import PackedAdapter
 from swarm.client.wire.packed_hidden import PackedHidden
 from swarm.data_structures import Hop, Route, Span, StepLayout
-from swarm.errors import RemoteError
+from swarm.errors import NotFiniteOutputs, RemoteError
 
 T = TypeVar("T")
 
@@ -87,7 +87,7 @@ async def forward_batches(context: PassContext, span: Span, batches: Sequence[Mi
         RemoteError: a server refused the request as wrong, or all servers that were tried failed.
     """
     for batch in batches:
-        batch.hidden.require_finite()
+        await batch.hidden.require_finite()
     # Later servers get the adapter while the first ones compute.
     later = {hop.server.peer_id: hop for batch in batches for hop in batch.route.hops[1:]}
     uploads = [
@@ -120,6 +120,8 @@ async def run_hops(
 ) -> tuple[list[HopInputs], PackedHidden]:
     """Run one micro-batch through the blocks of `span`, and replace servers that fail.
 
+    If two servers make NaN of the same inputs, the server that computed these inputs is replaced instead, once.
+
     Args:
         hops: the hops to begin with.
         skip_last: leave out the last hop, because only its inputs are needed.
@@ -128,6 +130,8 @@ async def run_hops(
         the inputs of every hop, and the outputs of the last hop that has run.
     """
     kept: list[HopInputs] = []
+    before: HopInputs | None = None
+    may_go_back = True
     while hops:
         rest = Span(hops[0].span.start, span.end)
         hop, *following = await rerouter.next_hops(hops, rest)
@@ -137,11 +141,19 @@ async def run_hops(
             slowness = context.planner.timeout_factor(hop.server.peer_id)
             outputs = await context.requester.forward(hop, hidden, layout, context.adapter, slowness)
         except RemoteError as error:
-            hops = await rerouter.replace(hop, error, rest)
+            try:
+                hops = await rerouter.replace(hop, error, rest)
+            except NotFiniteOutputs as agreed:  # rather the server before is to blame
+                if before is None or not may_go_back:
+                    raise
+                hops = await rerouter.leave_suspect(before.hop, agreed, Span(before.hop.span.start, span.end))
+                hidden, may_go_back = before.inputs, False
+                del kept[-1:]
             continue
-        context.planner.report_success(hop.server.peer_id)
+        rerouter.on_success(hop)
+        before = HopInputs(hop, hidden)
         if context.keep_inputs:
-            kept.append(HopInputs(hop, hidden))
+            kept.append(before)
         hidden, hops = outputs, following
     return kept, hidden
 

@@ -29,6 +29,7 @@ from swarm.client.wire.reply_checks import (
 )
 from swarm.client.wire.request_options import RequestOptions
 from swarm.client.wire.timeout_estimator import STALL_ALLOWANCE_S
+from swarm.common.large_payloads import run_large
 from swarm.data_structures import Hop, StepLayout, WireFormat
 from swarm.errors import PeerLost, WrongDtype
 from swarm.protocol import messages
@@ -127,7 +128,7 @@ class HopRequester:
         reply = parse_reply(hop, frame)
         if not isinstance(reply, messages.ForwardReply):
             raise unexpected_reply(hop, reply)
-        return validate_outputs(hop, shape, frame.payload, reply)
+        return await run_large(len(frame.payload), validate_outputs, hop, shape, frame.payload, reply)
 
     async def backward(
         self,

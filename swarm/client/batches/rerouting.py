@@ -12,8 +12,9 @@ import time
 from collections.abc import Sequence
 
 from swarm.client.routes.route_source import MIN_ROUTES_TRIED, MissingBlocksWait, RouteSource, is_worth_another_server
+from swarm.client.wire.reply_checks import describe_hop
 from swarm.data_structures import Hop, Span
-from swarm.errors import CacheFull, MissingBlocks, RemoteError
+from swarm.errors import CacheFull, MissingBlocks, NotFiniteOutputs, RemoteError, SuspectOutputs
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +33,8 @@ class Rerouter:
         self._tries = 0
         self._waiting = MissingBlocksWait(planner)
         self._requested_at = 0.0
+        self._refuser: tuple[Hop, RemoteError] | None = None
+        """Who refused what every server would refuse, it says, or made NaN of its inputs. Another one is asked now."""
 
     async def next_hops(self, hops: Sequence[Hop], span: Span) -> list[Hop]:
         """The hops over `span`, whose first one gets a request now: `hops`, or others if its server has been lost."""
@@ -46,8 +49,8 @@ class Rerouter:
             RemoteError: `error`, if no other server would do better, or if enough servers were tried.
             MissingBlocks: no server offers the blocks.
         """
-        if not is_worth_another_server(error):
-            raise error
+        if not is_worth_another_server(error) or isinstance(error, NotFiniteOutputs):
+            return await self._second_opinion(hop, error, span)
         peer_id = hop.server.peer_id
         if self._requested_at >= self._lost.get(peer_id, -math.inf):
             self._lost[peer_id] = time.perf_counter()
@@ -64,6 +67,44 @@ class Rerouter:
         if is_last_try:
             raise error
         return hops
+
+    def on_success(self, hop: Hop) -> None:
+        """A server did what was asked. If another one refused that before, it alone thinks so."""
+        self._planner.report_success(hop.server.peer_id)
+        if self._refuser is not None and hop.span.end >= self._refuser[0].span.end:
+            refuser, error = self._refuser
+            self._refuser = None
+            self._report(refuser, error)
+
+    async def leave_suspect(self, hop: Hop, error: RemoteError, span: Span) -> list[Hop]:
+        """Hops over `span` without the server of `hop`, from whose outputs two others made NaN. Raises `error` if there
+        are none."""
+        self._refuser = None
+        hops = await self._hops_without(hop, error, span)
+        self._report(hop, SuspectOutputs(f"{describe_hop(hop)} answered with outputs from which others made NaN"))
+        return hops
+
+    async def _second_opinion(self, hop: Hop, error: RemoteError, span: Span) -> list[Hop]:
+        """Hops that do without a server that refused. Raises its error if they agree, or if there are none."""
+        peer_id = hop.server.peer_id
+        if self._refuser is not None and self._refuser[0].server.peer_id != peer_id:
+            raise error
+        self._refuser = hop, error
+        return await self._hops_without(hop, error, span)
+
+    async def _hops_without(self, hop: Hop, error: RemoteError, span: Span) -> list[Hop]:
+        try:
+            route = await self._planner.route(span, None, None, 0, frozenset({hop.server.peer_id}))
+        except MissingBlocks:
+            raise error from None
+        return list(route.hops)
+
+    def _report(self, hop: Hop, error: RemoteError) -> None:
+        """Report a server, unless another micro-batch of the pass has done so."""
+        if hop.server.peer_id not in self._lost:
+            self._lost[hop.server.peer_id] = time.perf_counter()
+            self._planner.report_failure(hop.server.peer_id, error)
+            logger.info("%s; using other servers", error)
 
     async def find_hops(self, span: Span) -> list[Hop]:
         """Hops over `span`. Waits for servers of missing blocks as a session does, then raises `MissingBlocks`."""

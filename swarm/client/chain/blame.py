@@ -1,34 +1,34 @@
-"""Whether each server has computed what this client knows that it should have, and who is to blame if not. Pure.
+"""Whether each server has computed what this client knows it should have, and which one is to blame if not. Pure.
 
-A is the server that answers a step, P the one before it, which may have pushed the step to A. The client has P's copy
-of what goes into A, and A's checksum of what came (`swarm.protocol.input_checksum`). It cannot see what passed between
-the two. So where P shows one thing and pushes another, and where A lies about what came, the client sees the same, and
-it must not ban a server for what the other may have done. But it can begin a new session at A, into which nobody is let
-and whose id nobody else knows, and send its copy there itself. Then only A can lie.
+A is the server that answers a step; P is the one before it, which may have pushed the step to A. The client has P's
+copy of A's input, and A's checksum of what A received (`swarm.protocol.input_checksum`). It cannot see what passed
+between the two: P may show one thing and push another, or A may lie about what it received. Both look the same, and the
+client must not ban one server for what the other may have done. But it can open a new session at A that accepts no
+pushes and whose id no other server knows, and send its copy there itself. Then only A can lie.
 
-    checksum    A's answer    who could send to A       verdict
-    fits        usable        anybody                   RIGHT
-    fits        malformed     anybody                   LIAR: A computed the right thing, and answers like that
-    fits        not finite    this client, its input    LIAR: nothing else went into it
-    fits        not finite    anybody, P's outputs      NONSENSE: A lies, or huge outputs of P make it so. Another
-                                                        server is asked; if it says the same, it is P that is left
-    differs     any           this client alone         LIAR: A
-    differs     any           P, which is A's server    LIAR: it lies either way
-    differs     any           P, another server         LINK: P or A. These two are linked no more; A's session begins
-                                                        again, and this client sends its own copy
-    no copy     usable        anybody                   RIGHT: P was replaced in the middle of the step. What its
-                                                        successor shows may differ in the last bits
-    no copy     unusable      anybody                   AGAIN: A's session begins again, nobody is blamed
+    checksum    A's answer    possible senders          verdict
+    fits        usable        any                       RIGHT
+    fits        malformed     any                       LIAR: A had the right input and gives a malformed answer
+    fits        not finite    any; the client's input   LIAR: no other server had a part in it
+    fits        not finite    any; P's outputs          NONSENSE: A lies, or P's outputs are huge. Another server gets
+                                                        the same input; if its answer is not finite either, P is left
+    differs     any           this client only          LIAR: A
+    differs     any           P, at the same server     LIAR: the server lies either way
+    differs     any           P, at another server      LINK: P or A lies. The two are no longer linked; A's session
+                                                        begins again, and this client sends its own copy
+    no copy     usable        any                       RIGHT: P was replaced in the middle of the step, and its
+                                                        successor's copy may differ in the last bits
+    no copy     unusable      any                       AGAIN: A's session begins again, and no server is blamed
 
-"No copy" is also what there is where the answer does not belong to any step of this client, or is larger than any could
-be, if P may have pushed: that counts as `differs`, because an honest P pushes steps of this client only.
+If P could push, an answer that belongs to no step of this client, or is larger than any could be, counts as `differs`:
+an honest P pushes steps of this client only.
 
-Answers are judged in the order of the route, and in the order of the steps: where a server has computed something
-wrong, those behind it have done the same in good faith.
+Answers are judged in the order of the route and of the steps: servers behind one that has computed something wrong have
+computed with its outputs in good faith.
 
-So a mismatch alone never bans anybody: that takes a proof which no other server could have made up. A server that
-is only left is avoided for a few seconds. A liar that wants
-to go on needs a new neighbor each time, and after the second one it is linked with nobody (`swarm.routing.link_trust`).
+So a mismatch alone never bans a server; that takes proof that no other server could have made up. A server that is only
+left is avoided for a few seconds. A liar needs a new neighbor for each lie, and after the second it is no longer linked
+at all (`swarm.routing.link_trust`).
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from swarm.errors import NotFiniteOutputs, ProtocolViolation
+from swarm.client.hops.input_claims import Claim, InputClaims
+from swarm.errors import NotFiniteOutputs
 
 
 class Verdict(enum.Enum):
@@ -49,7 +50,7 @@ class Verdict(enum.Enum):
     LIAR = "the server that answered lies"
     LINK = "it or the one before lies about what was pushed"
     NONSENSE = "it or the one before computes nonsense"
-    AGAIN = "nobody knows"
+    AGAIN = "it has a new neighbor, so nothing is proven"
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,10 +59,10 @@ class Evidence:
 
     Attributes:
         fits: whether the checksum is that of this client's copy; None if there is none to compare with.
-        usable: whether the outputs are.
+        usable: whether the outputs can be used.
         finite: whether they would be usable but for NaN or infinity.
         was_open: whether another server could send to the session.
-        same_server: whether that was the server itself, with the blocks before.
+        same_server: whether that was the same server, with the blocks before.
         own_input: whether the input is this client's own, not the outputs of a server.
     """
 
@@ -74,7 +75,7 @@ class Evidence:
 
 
 def verdict(seen: Evidence) -> Verdict:
-    """Who is to blame."""
+    """Decide which server is to blame."""
     if seen.fits is None:
         return Verdict.RIGHT if seen.usable else Verdict.AGAIN
     if seen.fits:
@@ -84,60 +85,8 @@ def verdict(seen: Evidence) -> Verdict:
     return Verdict.LINK if seen.was_open and not seen.same_server else Verdict.LIAR
 
 
-@dataclass(frozen=True, slots=True)
-class Claim:
-    """What a server has answered.
-
-    Attributes:
-        checksum: of the input that it computed, as it says; None if the answer does not belong to a step of this
-            client.
-        error: why its outputs cannot be used; None if they can.
-    """
-
-    checksum: bytes | None
-    error: ProtocolViolation | None = None
-
-
-class InputClaims:
-    """The claims of one server that have not been compared with this client's copies yet.
-
-    Attributes:
-        was_open: whether another server was ever let into the session.
-    """
-
-    def __init__(self) -> None:
-        self.was_open = False
-        self._open: dict[int, Claim] = {}
-        self._no_copy_until = -1
-
-    def add(self, number: int, claim: Claim) -> None:
-        """The server has answered a step. What it said first counts."""
-        self._open.setdefault(number, claim)
-
-    def first(self) -> tuple[int, Claim] | None:
-        """The first claim that is left, and its step's number."""
-        number = min(self._open, default=None)
-        return (number, self._open[number]) if number is not None else None
-
-    def settle(self, number: int) -> None:
-        """The claim is right."""
-        del self._open[number]
-
-    def forget_after(self, number: int) -> None:
-        """The steps behind `number` were given up, or come again."""
-        self._open = {step: claim for step, claim in self._open.items() if step <= number}
-
-    def on_pusher_replaced(self, last_begun: int) -> None:
-        """Of the steps up to `last_begun`, the copies may come from another server than what was pushed."""
-        self._no_copy_until = max(self._no_copy_until, last_begun)
-
-    def has_copy(self, number: int) -> bool:
-        """Whether this client's copy of a step is what was pushed."""
-        return number > self._no_copy_until
-
-
 class ClaimingHop(Protocol):
-    """What counts of a hop here; see `swarm.client.chain.hop_session.HopSession`."""
+    """What counts of a hop here; see `swarm.client.hops.hop_session.HopSession`."""
 
     claims: InputClaims
 

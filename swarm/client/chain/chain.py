@@ -16,23 +16,22 @@ who look at outputs on their way.
 from __future__ import annotations
 
 import asyncio
-import math
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import replace
 
-from swarm.client.chain.awaited_steps import NO_STEP
 from swarm.client.chain.blame import checked_up_to
-from swarm.client.chain.hop_session import HopSession
 from swarm.client.chain.linked_hops import LinkedHops
 from swarm.client.chain.next_action import Deliver, Finished, Repair, WaitUntil, next_action
 from swarm.client.chain.prompt_chunks import max_chunks_in_flight
-from swarm.client.chain.session_constants import SessionContext
 from swarm.client.chain.steps_under_way import StepsUnderWay
+from swarm.client.hops.awaited_steps import NO_STEP
+from swarm.client.hops.hop_session import HopSession
+from swarm.client.hops.session_constants import SessionContext
 from swarm.client.routes.events import SessionEvent
 from swarm.client.wire.packed_hidden import PackedHidden
 from swarm.client.wire.reply_checks import describe_hop
+from swarm.common.weak_callback import weak_callback
 from swarm.data_structures import HopTiming, Route, StepLayout
 from swarm.errors import PeerTimeout, SessionClosed
 from swarm.protocol.messages import ExitTerms
@@ -51,7 +50,9 @@ class Chain:
     def __init__(self, context: SessionContext) -> None:
         self._context = context
         self._under_way = StepsUnderWay()
-        self._hops = LinkedHops(context, self._under_way, self._on_reply, self._on_change)
+        # Weak, so that a session's history is freed when nobody has the chain any more.
+        on_reply, on_change = weak_callback(self._on_reply, None), weak_callback(self._on_change, None)
+        self._hops = LinkedHops(context, self._under_way, on_reply, on_change)
         self._refillable = NO_STEP
         """Caches are filled again up to this step at most: a later one may still be given up, and then is taken out. It
         never goes back, because the record of what a replay has filled a cache with cannot be taken apart."""
@@ -109,7 +110,7 @@ class Chain:
             NotFinite, TooLong: a step itself is wrong. The session goes on with another one.
             SessionClosed: the session was closed before.
         """
-        self._require_sound(parts, together=len(parts) > 1)
+        await self._require_sound(parts, together=len(parts) > 1)
         if len(parts) > 1:
             self._window = 1
             await self._advance(everywhere=True)
@@ -139,7 +140,7 @@ class Chain:
         Raises as `steps` does. Then those that are not settled have to be given up.
         """
         parts = [(hidden, layout)]
-        self._require_sound(parts, together=True)
+        await self._require_sound(parts, together=True)
         if self._hops.are_unlinked or (self._hops.are_catching_up and not self.appends(layout)):
             await self._advance(everywhere=True)
             await self._hops.link_again()
@@ -208,11 +209,11 @@ class Chain:
         self._closed = True
         await self._hops.close()
 
-    def _require_sound(self, parts: Sequence[tuple[PackedHidden, StepLayout]], *, together: bool) -> None:
+    async def _require_sound(self, parts: Sequence[tuple[PackedHidden, StepLayout]], *, together: bool) -> None:
         if self._closed:
             raise SessionClosed("this session is closed; open another one")
         for hidden, _ in parts:
-            hidden.require_finite()
+            await hidden.require_finite()
         if together and parts[0][1].sources is not None:
             raise ValueError("a step that copies rows cannot be under way together with others")
 
@@ -224,6 +225,7 @@ class Chain:
         exit_block: int | None = None,
     ) -> range:
         """Take steps in, to be delivered by `_advance`; their numbers."""
+        self._hops.look_around(self._refillable)
         appended = self.appends(parts[0][1])
         steps = self._under_way.add(parts, exits, exit_block)
         if appended:
@@ -255,6 +257,7 @@ class Chain:
         """
         while not ready():
             self._changed.clear()
+            await self._hops.let_standby_in(self._window > 1)
             progress = [hop.progress for hop in self._hops]
             action = next_action(
                 progress,
@@ -262,16 +265,13 @@ class Chain:
                 time.perf_counter(),
                 self._window,
                 everywhere=everywhere,
-                runs=self.route.runs,
+                runs=self._hops.runs,
             )
             match action:
                 case Finished():
                     return
                 case Deliver(index, number):
-                    hop = self._hops[index]
-                    if index and (number <= hop.progress.pushed or hop.progress.push_refused):
-                        await self._hops.stop_pushes_to(index, self._window > 1)
-                    await hop.deliver(hop.history.get(number))
+                    await self._hops.deliver(index, number, self._window > 1, self._changed, self._refillable)
                 case Repair(index, overdue):
                     hop = self._hops[index]
                     if overdue:
@@ -281,9 +281,7 @@ class Chain:
                 case WaitUntil(until):
                     if not patient:
                         return
-                    with suppress(TimeoutError):
-                        async with asyncio.timeout(until - time.perf_counter() if until < math.inf else None):
-                            await self._changed.wait()
+                    await self._hops.wait(self._changed, until, self._refillable)
 
     async def _expedite(self, awaited: tuple[int, int] | None) -> None:
         if awaited is not None:
@@ -329,7 +327,7 @@ class Chain:
 
     def _forget_answered(self, settled: int) -> None:
         """Settled steps that all hops have answered matter only as a part of the histories."""
-        done = min(settled, *(checked_up_to(hop) for hop in self._hops))
+        done = min(self._hops.asking.unneeded(settled), *(checked_up_to(hop) for hop in self._hops))
         self._under_way.forget(done)
         for hop in self._hops:
             hop.history.fold_if_long(done)
@@ -340,6 +338,7 @@ class Chain:
         The next step gets a new number and sets its sequences back to where they go on. What these steps copied about
         cannot be set back, so then every cache is filled again.
         """
+        self._hops.asking.drop()
         given_up = self._under_way.give_up_after(after)
         self._outputs = {number: outputs for number, outputs in self._outputs.items() if number <= after}
         copied_rows = any(step.layout.sources is not None for step in given_up)

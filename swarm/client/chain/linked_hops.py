@@ -4,20 +4,31 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
 
+from swarm.client.chain.asking import Asking
 from swarm.client.chain.blame import Finding, Verdict, checked_up_to, first_finding
-from swarm.client.chain.failover import CacheContents, Failover
-from swarm.client.chain.hop_session import HopSession
-from swarm.client.chain.session_constants import SessionContext
+from swarm.client.chain.failover import Failover
+from swarm.client.chain.hop_opening import CacheContents, HopOpener, close_all, joined_span
+from swarm.client.chain.standby import Standby
 from swarm.client.chain.steps_under_way import StepsUnderWay
+from swarm.client.hops.hop_session import HopSession
+from swarm.client.hops.session_constants import SessionContext
+from swarm.client.routes.events import HopLost
 from swarm.client.routes.route_source import is_worth_another_server
 from swarm.client.wire.packed_hidden import PackedHidden
 from swarm.client.wire.reply_checks import describe_hop
+from swarm.common.weak_callback import weak_callback
 from swarm.data_structures import HopTiming, Route
-from swarm.errors import ProtocolViolation, SuspectOutputs, TooLong, WrongDtype
+from swarm.errors import PeerTimeout, ProtocolViolation, SuspectOutputs
+from swarm.transport.stream import MAX_COALESCED_BYTES
 
 logger = logging.getLogger(__name__)
+
+CLIENT_STALL_S = 0.05
+"""If a timer fires so much too late, it is this client that stood still, and not the servers."""
 
 
 class LinkedHops:
@@ -27,6 +38,9 @@ class LinkedHops:
         context: the constants of the session.
         under_way: steps that hops may still have to answer.
         on_reply, on_change: see `HopSession`.
+
+    Attributes:
+        asking: other servers that are asked beside one that is late.
     """
 
     def __init__(
@@ -38,8 +52,16 @@ class LinkedHops:
     ) -> None:
         self._context = context
         self._under_way = under_way
-        self._failover = Failover(context, on_reply, on_change)
+        self._on_reply_of_hop = on_reply
+        self._on_change_of_hop = on_change
+        on_reply, on_change = weak_callback(self._on_reply, None), weak_callback(self._on_change, None)
+        self._opener = HopOpener(context, on_reply, on_change)
+        self._failover = Failover(context, self._opener)
+        contents, stop_pushes = weak_callback(self._contents), weak_callback(self.stop_pushes_to)
+        self.asking = Asking(context, self._opener, contents, on_change, stop_pushes)
         self._hops: list[HopSession] = []
+        self._route = Route()
+        self._runs: tuple[range, ...] = ()
         self._unlinked = False
         self._rows = 1
         self._refuser: tuple[str, Exception] | None = None
@@ -59,7 +81,12 @@ class LinkedHops:
     @property
     def route(self) -> Route:
         """The servers in use now."""
-        return Route(tuple(hop.hop for hop in self._hops))
+        return self._route
+
+    @property
+    def runs(self) -> tuple[range, ...]:
+        """See `Route.runs`."""
+        return self._runs
 
     @property
     def timings(self) -> tuple[HopTiming, ...]:
@@ -84,11 +111,11 @@ class LinkedHops:
 
     async def open(self) -> None:
         """Find a route and reserve cache space on its servers. Raises `MissingBlocks` or a `RemoteError`."""
-        self._hops = await self._failover.open(self._context.span)
+        self._use(await self._failover.open(self._context.span))
 
     async def close(self) -> None:
         """Free the session on all servers."""
-        await asyncio.gather(*(hop.close() for hop in self._hops))
+        await asyncio.gather(close_all(self._hops), self.asking.close())
 
     async def link_again(self) -> None:
         """Let all servers push. Only while no step is under way."""
@@ -104,6 +131,7 @@ class LinkedHops:
 
     def on_settled(self) -> None:
         """The steps so far are answered. If one was refused before, then by a server that alone thinks so."""
+        self.asking.allowance.on_answered()
         if self._refuser is not None:
             self._context.routes.report_failure(*self._refuser)
             self._refuser = None
@@ -113,6 +141,7 @@ class LinkedHops:
         finding = first_finding(self._hops)
         if finding is None:
             return None
+        self.asking.drop()
         hop, behind, number = self._hops[finding.index], self._hops[finding.index + 1 :], finding.number
         before = self._hops[finding.index - 1] if finding.index else hop
         logger.warning("step %d at %s: %s", number, describe_hop(hop.hop), finding.verdict.value)
@@ -139,6 +168,12 @@ class LinkedHops:
                 one.mislead(number)
         return finding
 
+    def _use(self, hops: list[HopSession]) -> None:
+        """From now on the chain consists of these. The route is made here: it is asked for several times a step."""
+        self._hops = hops
+        self._route = Route(tuple(hop.hop for hop in hops))
+        self._runs = self._route.runs
+
     async def repair(self, index: int, refillable: int, several: bool) -> None:
         """Repair a hop, or put other servers in the place of its server. Raises its error if none would do better.
 
@@ -148,13 +183,20 @@ class LinkedHops:
         """
         progress = self._hops[index].progress
         progress.on_departure_due()
+        if await self._repair_by_standby(index, several):
+            return
         is_doubted = await self._is_doubted(index)
         error = None if progress.replaced or is_doubted else progress.error
         if error is not None and not is_worth_another_server(error):
             raise progress.take_error()
         which, repaired = await self._replacement(index, refillable, is_doubted)
+        self._put(which, repaired)
+        await self._link_new(which.start, len(repaired), several)
+
+    def _put(self, which: range, repaired: Sequence[HopSession]) -> None:
+        """Put hops in the place of others, or repaired ones in their own place."""
         first, last = which.start, which.start + len(repaired)
-        self._hops[first : which.stop] = repaired
+        self._use([*self._hops[:first], *repaired, *self._hops[which.stop :]])
         if last < len(self._hops):
             self._hops[last].claims.on_pusher_replaced(self._under_way.next_number - 1)
         for hop in repaired:
@@ -162,14 +204,109 @@ class LinkedHops:
             for number, step in self._under_way.steps.items():
                 if hop.progress.replied < number:
                     hop.expect(number, step.outputs)
-        # Only now, because from now on steps may be pushed to them.
-        neighbors = range(max(0, first - 1), min(len(self._hops), last + 1))
-        if first and (several or len(repaired[0].progress.steps.numbers()) > 1):
+
+    async def _link_new(self, first: int, count: int, several: bool) -> None:
+        """Link `count` hops that have taken their places from index `first` on. Not before, because from then on steps
+        may be pushed to them."""
+        neighbors = range(max(0, first - 1), min(len(self._hops), first + count + 1))
+        if first and (several or len(self._hops[first].progress.steps.numbers()) > 1):
             # It has to catch up first: it would refuse what the server before pushes meanwhile.
             self._unlinked = True
             await self._failover.link(self._hops, neighbors, self._rows, silent=first - 1)
         else:
             await self._failover.link(self._hops, neighbors, self._rows)
+
+    def look_around(self, refillable: int) -> None:
+        """See `Asking.look_around`; also for `refillable`."""
+        self.asking.look_around(self._hops, refillable)
+
+    async def wait(self, changed: asyncio.Event, until: float, refillable: int) -> None:
+        """Wait until `changed` is set, or until then. Where an answer is late, others are asked.
+
+        Args:
+            refillable: see `repair`.
+        """
+        late = await self.asking.ask_if_late(self._hops, refillable)
+        if late is None:
+            return
+        until = min(until, late)
+        try:
+            async with asyncio.timeout(until - time.perf_counter() if until < math.inf else None):
+                await changed.wait()
+        except TimeoutError:
+            stood_still = time.perf_counter() - until
+            if stood_still > CLIENT_STALL_S:
+                for hop in self._hops:
+                    hop.progress.clock.excuse(stood_still)
+                await asyncio.sleep(CLIENT_STALL_S)  # what has come meanwhile is read first
+
+    async def deliver(self, index: int, number: int, several: bool, changed: asyncio.Event, refillable: int) -> None:
+        """Hand a step over. If the server does not read it, others are asked meanwhile; see `repair` and `wait`."""
+        hop = self._hops[index]
+        if index and (number <= hop.progress.pushed or hop.progress.push_refused):
+            await self.stop_pushes_to(index, several)
+        step = hop.history.get(number)
+        if len(step.hidden.payload) <= MAX_COALESCED_BYTES:
+            await hop.deliver(step)
+            return
+        delivery = hop.begin_delivery(step)
+        delivery.add_done_callback(lambda _: changed.set())
+        while not delivery.done() and not self.asking.has_answered:
+            await self.wait(changed, math.inf, refillable)
+            changed.clear()
+
+    async def let_standby_in(self, several: bool) -> None:
+        """Put the servers that were asked in the place of a late one, if they were first; or free them, if it was.
+
+        Args:
+            several: see `repair`.
+        """
+        standby = self.asking.standby
+        if standby is None or not (standby.is_done or standby.is_beaten):
+            return
+        if standby.is_wanted and all(hop in self._hops for hop in standby.late):
+            self.asking.standby = None
+            await self._install(standby, several)
+        else:
+            self.asking.drop()
+
+    async def _install(self, standby: Standby, several: bool) -> None:
+        first = self._hops.index(standby.late[0])
+        which = range(first, first + len(standby.late))
+        before, answered = list(self._hops), standby.late[-1].replied
+        self._put(which, standby.hops)
+        if not standby.late[0].progress.replaced:
+            self._context.emit(HopLost(standby.late[0].peer_id, joined_span(standby.late), PeerTimeout.code))
+            self.asking.see_out(standby.late)
+        self._failover.report_recovered(before, which, standby.hops, standby.began)
+        for number, outputs in standby.outputs.items():
+            if number > answered:
+                self._on_reply_of_hop(standby.hops[-1], number, outputs)
+        await self._link_new(first, len(standby.hops), several)
+
+    async def _repair_by_standby(self, index: int, several: bool) -> bool:
+        """Whether servers that were asked before a late one failed have taken its place."""
+        standby, progress = self.asking.standby, self._hops[index].progress
+        if standby is None or self._hops[index] not in standby.late:
+            return False
+        error = progress.error
+        if error is not None and is_worth_another_server(error) and all(hop in self._hops for hop in standby.late):
+            await self._failover.leave(self._hops, index)
+            await standby.wait()
+        if self.asking.standby is not standby or not standby.is_wanted or error is None:
+            self.asking.drop()
+            return False
+        self.asking.standby = None
+        await self._install(standby, several)
+        return True
+
+    def _on_reply(self, hop: HopSession, number: int, outputs: PackedHidden) -> None:
+        if not self.asking.on_reply(hop, outputs):
+            self._on_reply_of_hop(hop, number, outputs)
+
+    def _on_change(self) -> None:
+        self.asking.on_change()
+        self._on_change_of_hop()
 
     async def _replacement(self, index: int, refillable: int, is_doubted: bool) -> tuple[range, list[HopSession]]:
         """What takes the place of which hops, see `Failover`."""
@@ -182,9 +319,8 @@ class LinkedHops:
 
     async def _is_doubted(self, index: int) -> bool:
         """Whether a server refuses what, it says, every server would refuse, and another one can be asked."""
-        hop = self._hops[index]
-        error = hop.progress.error
-        if not isinstance(error, TooLong | WrongDtype) or hop.progress.replaced:
+        error = (hop := self._hops[index]).progress.error
+        if error is None or is_worth_another_server(error) or hop.progress.replaced:
             return False
         if self._refuser is not None and self._refuser[0] != hop.peer_id:
             self._refuser = None  # they agree
@@ -202,7 +338,7 @@ class LinkedHops:
         done = min(refillable, hops[0].progress.received, checked, *(hop.progress.replied for hop in hops))
         return CacheContents(hops[0].history, done, *self._under_way.upcoming(done))
 
-    async def stop_pushes_to(self, index: int, several: bool) -> None:
+    async def stop_pushes_to(self, index: int, several: bool = True) -> None:
         """What was pushed to a hop did not arrive there, or was refused, so this client has to deliver it itself.
 
         Which of the two servers is at fault cannot be known, so neither is blamed; but it happens once, not each step.

@@ -13,12 +13,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from swarm.client.chain.awaited_steps import NO_STEP
-from swarm.client.chain.hop_clock import NO_DEADLINE
+from swarm.client.hops.awaited_steps import NO_STEP
+from swarm.client.hops.hop_clock import NO_DEADLINE
 
 
 class HopState(Protocol):
-    """What counts of a hop; see `swarm.client.chain.hop_progress.HopProgress` for the meaning of each attribute."""
+    """What counts of a hop; see `swarm.client.hops.hop_progress.HopProgress` for the meaning of each attribute."""
 
     received: int
     delivered: int

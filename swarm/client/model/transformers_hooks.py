@@ -57,7 +57,9 @@ class ForwardHooks:
         if cache is None and kwargs.get("use_cache"):
             # A hand-written loop: out = model(ids, use_cache=True), then model(next, past_key_values=out...).
             limit = getattr(self._model.config, "max_position_embeddings", None) or DEFAULT_MAX_LENGTH
-            cache = self._model.inference_session(max_length=min(limit, DEFAULT_MAX_LENGTH)).cache
+            session = self._model.inference_session(max_length=min(limit, DEFAULT_MAX_LENGTH))
+            cache = session.cache
+            cache.keep_session()
             kwargs = {**kwargs, "past_key_values": cache}
         _require_supported(kwargs, cache)
         kwargs, tokens = self._insert_virtual_tokens(kwargs, kwargs.get("input_ids"), cache)

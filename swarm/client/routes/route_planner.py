@@ -16,12 +16,13 @@ from typing import TypeVar
 from swarm.client.config import ClientConfig, ModelIdentity
 from swarm.client.local_blocks import describe_route
 from swarm.client.routes.events import EventListener, PeerAvoided, ignore_events
-from swarm.data_structures import Route, ServerInfo, Span
+from swarm.data_structures import Hop, Route, ServerInfo, Span
 from swarm.dht.directory import fetch_servers
 from swarm.errors import (
     CacheFull,
     DhtError,
     MissingBlocks,
+    NotFiniteOutputs,
     PeerLost,
     PeerTimeout,
     ProtocolViolation,
@@ -33,7 +34,7 @@ from swarm.errors import (
 from swarm.routing.batch_split import BatchShare
 from swarm.routing.compatibility import compatible_servers
 from swarm.routing.peer_health import PeerFailure
-from swarm.routing.router import Router
+from swarm.routing.router import Alternative, Router
 from swarm.transport.p2p import Peer
 from swarm.transport.ping import ping_many
 
@@ -59,6 +60,7 @@ IDLE_TIMEOUT_S = 120.0
 _FAILURES: tuple[tuple[type[Exception], PeerFailure], ...] = (
     (PeerTimeout, PeerFailure.TIMED_OUT),
     (PeerLost, PeerFailure.UNREACHABLE),
+    (NotFiniteOutputs, PeerFailure.SUSPECTED),  # perhaps the one before, or its own inputs, left it no choice
     (ProtocolViolation, PeerFailure.WRONG_ANSWER),
     (SuspectOutputs, PeerFailure.SUSPECTED),
     (CacheFull, PeerFailure.CACHE_FULL),
@@ -114,6 +116,18 @@ class RoutePlanner:
             return self.router.route(span, now, before=before, after=after, avoid=avoid, cache_tokens=max_length)
 
         return await self._plan(plan)
+
+    def alternative(self, current: Route, before: str | None, after: str | None, max_length: int) -> Alternative | None:
+        """See `RouteSource.alternative`."""
+        return self.router.alternative(current, time.monotonic(), before, after, max_length)
+
+    def note_step(self, hop: Hop, seconds: float, tokens: int) -> None:
+        """See `RouteSource.note_step`."""
+        self.router.note_step(hop, seconds, tokens, time.monotonic())
+
+    def note_overtaken(self, hop: Hop, seconds: float, tokens: int) -> None:
+        """See `RouteSource.note_overtaken`."""
+        self.router.note_overtaken(hop, seconds, tokens, time.monotonic())
 
     async def split(self, span: Span, token_counts: Sequence[int]) -> tuple[BatchShare, ...]:
         """See `SwarmConnection.split_batch`. Raises `MissingBlocks` at once."""

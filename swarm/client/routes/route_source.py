@@ -9,8 +9,9 @@ from collections.abc import Awaitable, Callable
 from typing import Protocol, TypeVar
 
 from swarm.client.routes.events import BlocksMissing, EventListener, ignore_events
-from swarm.data_structures import Route, Span
+from swarm.data_structures import Hop, Route, Span
 from swarm.errors import AdapterRefused, MissingBlocks, TooLong, WrongDtype
+from swarm.routing.router import Alternative
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +46,15 @@ class RouteSource(Protocol):
         Args:
             avoid: servers that it must not use.
         """
+
+    def alternative(self, current: Route, before: str | None, after: str | None, max_length: int) -> Alternative | None:
+        """The best route over the same blocks without these servers, from what is known now; None if there is none."""
+
+    def note_step(self, hop: Hop, seconds: float, tokens: int) -> None:
+        """A server took so long for a step, as this client has measured it."""
+
+    def note_overtaken(self, hop: Hop, seconds: float, tokens: int) -> None:
+        """A server took at least so long for a step that others were quicker to begin anew."""
 
     async def refresh(self) -> None:
         """Read the announcements of the swarm again."""
@@ -107,7 +117,7 @@ def is_worth_another_server(error: Exception) -> bool:
 
     Not if every server would refuse: a sequence that may be too long for all, outputs that the wire format cannot hold,
     an adapter that does not fit the blocks. Whatever else could be wrong with a request was checked before it was sent,
-    so a server that refuses it errs or lies. (A session takes one server's word for the first two only if it has no
-    other one to ask, see `LinkedHops`.)
+    so a server that refuses it errs or lies. One server's word is taken for these only if there is no other one to ask;
+    if another one does what the first refused, the first is reported.
     """
     return not isinstance(error, TooLong | WrongDtype | AdapterRefused)

@@ -3,7 +3,7 @@
 First use: the client has no source for the weights, and its user has agreed to believe the servers that it meets first.
 The digest of a block is then pinned as soon as all servers of the revision that are announced agree about it, for this
 client and for all that come later on this machine. Where they disagree, nothing is pinned: to go by the majority would
-leave the choice to whoever starts more servers.
+leave the choice to an attacker who starts more servers.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from swarm.common.large_payloads import run_large
 from swarm.data_structures import WireFormat
 from swarm.errors import NotFinite
 from swarm.protocol.compression import is_finite
@@ -28,7 +29,8 @@ class PackedHidden:
     dtype: str
     left: tuple[int, ...] | None = None
 
-    def require_finite(self) -> None:
+    async def require_finite(self) -> None:
         """Raise `NotFinite` if a value is NaN or infinite, which every server would refuse."""
-        if not is_finite(self.payload, self.tokens * self.hidden_size, self.wire, self.dtype):
+        values, payload = self.tokens * self.hidden_size, self.payload
+        if not await run_large(len(payload), is_finite, payload, values, self.wire, self.dtype):
             raise NotFinite("the hidden states to be sent contain NaN or infinity; check the inputs of the model")

@@ -85,13 +85,15 @@ def parse_reply(hop: Hop, frame: Frame) -> messages.ServerMessage:
 def initial_estimate(hop: Hop, slowness: float, limit: float) -> TimeoutEstimator:
     """The timeout estimator of a server that has not replied yet: it starts from what the server announces.
 
+    Of many tokens at once, none takes longer than one alone: who announces quick steps gets no more time for prompts.
+
     Args:
         slowness: how many times longer than announced the server may take.
         limit: upper limit of every timeout in seconds.
     """
     blocks, server = hop.span.length, hop.server
     step = ASSUMED_ROUND_TRIP_S + server.queue_delay + blocks / max(server.throughput, 1e-3)
-    token = blocks / max(server.forward_throughput or server.throughput, 1e-3)
+    token = blocks / max(server.forward_throughput, server.throughput, 1e-3)
     if server.network_throughput:
         token += 2 / server.network_throughput
     return TimeoutEstimator(slowness * step, slowness * token, limit)

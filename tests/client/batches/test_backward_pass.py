@@ -305,10 +305,23 @@ def test_what_is_the_clients_fault_is_raised(span_model, error):
     async def act(swarm, batch):
         batch.add((5, 3), "a", "b")
         traces = await batch.forward()
-        swarm.servers["b"].tamper = lambda message, payload: (messages.refusal(error), b"")
+        for name in ("b", "b2"):
+            swarm.servers[name].tamper = lambda message, payload: (messages.refusal(error), b"")
         with pytest.raises(type(error), match="refused: too"):
             await batch.backward(traces)
         assert swarm.planner.failures == []
+
+    play(span_model, act)
+
+
+@pytest.mark.parametrize("error", [TooLong("too long"), AdapterRefused("too large")])
+def test_what_one_server_alone_refuses_another_one_does(span_model, error):
+    async def act(swarm, batch):
+        batch.add((5, 3), "a", "b")
+        traces = await batch.forward()
+        swarm.servers["b"].tamper = lambda message, payload: (messages.refusal(error), b"")
+        await batch.backward(traces)
+        assert [(peer, type(error)) for peer, error in swarm.planner.failures] == [("b", type(error))]
 
     play(span_model, act)
 

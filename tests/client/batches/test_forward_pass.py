@@ -15,7 +15,7 @@ from swarm.client.batches.forward_pass import MicroBatch, PassContext, forward_b
 from swarm.client.batches.hop_requests import HopRequester
 from swarm.client.wire.packed_hidden import PackedHidden
 from swarm.data_structures import Hop, Route, Span, StepLayout, WireFormat
-from swarm.errors import MemoryFull, MissingBlocks, TooLong
+from swarm.errors import AdapterRefused, MemoryFull, MissingBlocks, NotFiniteOutputs, SuspectOutputs, TooLong
 from swarm.protocol import messages
 from swarm.protocol.compression import decode_tensor, encode_tensor
 from tests import virtual_time
@@ -109,6 +109,57 @@ def test_a_server_that_fails_is_replaced_from_its_first_block_on(span_model, nam
     play(span_model, act)
 
 
+@pytest.mark.parametrize("replacement", [True, False], ids=["another one", "no other one"])
+def test_a_server_from_whose_outputs_others_make_nan_is_left_and_not_those(span_model, replacement):
+    """Outputs that are huge, and finite, are no violation that a client sees."""
+
+    async def act(swarm, batch):
+        poisoned = []
+
+        def poison(message, payload):
+            poisoned.append(message)
+            return message, payload
+
+        def suffer(message, payload):
+            return message, b"\xff" * len(payload) if poisoned else payload
+
+        def heal(message, payload):
+            poisoned.clear()
+            return message, payload
+
+        swarm.servers["a"].tamper = poison
+        swarm.servers["a2"].tamper = heal
+        if not replacement:
+            swarm.kill("a2")
+            del swarm.announced["a2"]
+        for name in ("b", "b2"):
+            swarm.servers[name].tamper = suffer
+        batch.add(5, "a", "b")
+        if replacement:
+            await batch.run()
+            assert [(peer, type(error)) for peer, error in swarm.planner.failures] == [("a", SuspectOutputs)]
+        else:
+            with pytest.raises(NotFiniteOutputs, match="not finite"):
+                await batch.run()
+            assert swarm.planner.failures == []
+        assert [swarm.servers[name].count(messages.ForwardRequest) for name in ("b", "b2")] == [1 + replacement, 1]
+
+    play(span_model, act)
+
+
+def test_inputs_from_which_all_make_nan_are_not_sent_round_and_round(span_model):
+    async def act(swarm, batch):
+        for server in swarm.servers.values():
+            server.tamper = lambda message, payload: (message, b"\xff" * len(payload))
+        batch.add(5, "a", "b")
+        with pytest.raises(NotFiniteOutputs, match="not finite"):
+            await batch.run()
+        assert swarm.planner.failures == []
+        assert sum(server.count(messages.ForwardRequest) for server in swarm.servers.values()) == 2
+
+    play(span_model, act)
+
+
 def test_a_replacement_may_be_cut_differently(span_model):
     async def act(swarm, batch):
         swarm.kill("b")
@@ -156,7 +207,8 @@ def test_what_is_the_clients_fault_is_raised_and_the_rest_is_broken_off(span_mod
     async def act(swarm, batch):
         swarm.servers["b2"].runtime._seconds = 2.0
         refused = messages.refusal(TooLong("too long"))
-        swarm.servers["a"].tamper = lambda message, payload: (refused, b"")
+        for name in ("a", "a2"):
+            swarm.servers[name].tamper = lambda message, payload: (refused, b"")
         batch.add(5, "a", "b")
         batch.add(4, "a2", "b2")
         with pytest.raises(TooLong, match=re.escape("(blocks 0:3) refused: too long")):
@@ -165,6 +217,18 @@ def test_what_is_the_clients_fault_is_raised_and_the_rest_is_broken_off(span_mod
         assert swarm.planner.failures == []
         await asyncio.sleep(3)
         assert not swarm.hub.tasks
+
+    play(span_model, act)
+
+
+@pytest.mark.parametrize("error", [TooLong("too long"), AdapterRefused("too large")])
+def test_what_one_server_alone_refuses_another_one_does(span_model, error):
+    async def act(swarm, batch):
+        swarm.servers["a"].tamper = lambda message, payload: (messages.refusal(error), b"")
+        batch.add(5, "a", "b")
+        batch.add(4, "a", "b")
+        await batch.run()
+        assert {(peer, type(error)) for peer, error in swarm.planner.failures} == {("a", type(error))}
 
     play(span_model, act)
 

@@ -18,7 +18,6 @@ from swarm.models.adapters.block_adapter import BlockAdapterWeights
 from swarm.protocol import messages
 from swarm.protocol.compression import decode_tensor, pack_gradients
 from swarm.transport.memory import MemoryNetwork
-from tests.client.chain.test_hop_session import cases, remote_errors
 from tests.client.fakes import (
     BAD_REPLIES,
     HIDDEN,
@@ -35,6 +34,7 @@ from tests.client.fakes import (
     reply,
     run,
 )
+from tests.client.hops.test_hop_session import cases, remote_errors
 
 NOTHING = PackedAdapter()
 PROMPTED = pack_adapter({1: BlockAdapterWeights(torch.arange(8.0).view(2, HIDDEN))})
@@ -202,7 +202,7 @@ def test_long_work_may_take_as_long_as_was_announced():
             await stream.send(*(forward_reply() if is_forward else backward_reply()))
 
         await MemoryNetwork(swarm.hub, "server").serve(slow)
-        patient = hop("server", forward_throughput=3.0 * 10 / 300)
+        patient = hop("server", throughput=0.1, forward_throughput=0.1)
         requester = HopRequester(swarm.network, RequestOptions("main", WireFormat.FLOAT16, 100.0))
         assert (await requester.forward(patient, INPUT, LAYOUT, NOTHING)).payload == OUTPUT
         assert (await requester.backward(patient, INPUT, GRADIENT, LAYOUT, NOTHING)).inputs.shape == (3, HIDDEN)

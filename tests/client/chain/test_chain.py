@@ -9,7 +9,7 @@ from contextlib import suppress
 import pytest
 import torch
 
-from swarm.client.chain import hop_session
+from swarm.client.hops import own_checksums
 from swarm.client.wire.packed_hidden import PackedHidden
 from swarm.data_structures import StepLayout, WireFormat
 from swarm.errors import NotFinite, SessionClosed, TooLong
@@ -107,8 +107,8 @@ def test_closing_ends_the_comparison_of_large_inputs(span_model, monkeypatch):
         await asyncio.sleep(1)
         return work(*args)
 
-    monkeypatch.setattr(hop_session, "MAX_INLINE_BYTES", 0)
-    monkeypatch.setattr(hop_session.asyncio, "to_thread", slowly)
+    monkeypatch.setattr(own_checksums, "MAX_INLINE_BYTES", 0)
+    monkeypatch.setattr(own_checksums.asyncio, "to_thread", slowly)
 
     async def scenario():
         swarm = Swarm(span_model, ONCE)

@@ -257,7 +257,7 @@ def test_a_server_that_leaves_ends_the_step_that_it_has_begun_in_all_its_parts(s
         assert failed(swarm) == [("a", ServerClosing)]
         assert other.count(messages.OpenSession) == len(boundaries) + 1
 
-    run(span_model, TWO, act, boundaries, seconds=0.5, push=push)
+    run(span_model, TWO, act, boundaries, seconds=0.5, push=push, alternatives=False)
 
 
 def test_a_server_that_cannot_be_opened_is_reported_once(span_model):
@@ -305,6 +305,7 @@ def test_a_server_is_lost_while_its_parts_are_at_different_steps(span_model, par
     """Answers of one part do not arrive; what the others have answered meanwhile has to be computed once more."""
 
     async def act(swarm, talk):
+        swarm.planner.has_alternatives = False
         find_session(swarm.servers["a"], talk, part).client.send = say_nothing
         step = asyncio.ensure_future(talk.append(1, 1))
         await asyncio.sleep(0.5)
@@ -325,6 +326,7 @@ def test_a_part_that_a_replay_has_filled_further_than_the_next_one_is(span_model
 
     async def act(swarm, talk):
         assert swarm.planner.routes[-1] == "0:4@x 4:6@y"
+        swarm.planner.has_alternatives = False
         swarm.on_message = lambda source, target, message: isinstance(message, messages.StepReply) and source == "y"
         step = asyncio.ensure_future(talk.append(1, 1))
         await asyncio.sleep(0.1)

@@ -9,9 +9,18 @@ from typing import Any
 
 import pytest
 
-from swarm.client.chain.hop_session import HopSession
+from swarm.client.hops.hop_session import HopSession
 from swarm.data_structures import StepLayout
-from swarm.errors import CacheFull, MissingBlocks, PeerLost, PeerTimeout, RemoteError, ServerClosing, TooLong
+from swarm.errors import (
+    AdapterRefused,
+    CacheFull,
+    MissingBlocks,
+    PeerLost,
+    PeerTimeout,
+    RemoteError,
+    ServerClosing,
+    TooLong,
+)
 from swarm.protocol import messages
 from tests import virtual_time
 from tests.client.chains import CLIENT, Conversation, Swarm
@@ -147,11 +156,33 @@ def test_a_server_that_dies_is_replaced_within_a_few_round_trips(span_model, nam
     run(span_model, TWICE, act)
 
 
+@pytest.mark.parametrize("push", [True, False])
 @pytest.mark.parametrize("name", NAMES)
-def test_a_server_that_hangs_is_replaced_soon(span_model, name):
+def test_a_server_that_hangs_is_overtaken_and_reported_when_its_time_is_over(span_model, name, push):
+    async def act(swarm, talk):
+        for _ in range(8):  # it is known how long they take
+            await talk.append(1, 1)
+        swarm.hub.hang(name)
+        began = now()
+        await talk.append(1, 1)
+        assert now() - began < 1
+        assert swarm.planner.overtaken == [name]
+        assert swarm.planner.failures == []
+        await asyncio.sleep(10)
+        ((peer, error),) = swarm.planner.failures
+        assert peer == name
+        assert isinstance(error, PeerTimeout)
+        others_were_left_alone(swarm, name)
+
+    run(span_model, TWICE, act, push=push)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_server_that_hangs_while_nobody_else_may_be_asked_is_replaced_soon(span_model, name):
     """Long before the request timeout of a minute."""
 
     async def act(swarm, talk):
+        swarm.planner.has_alternatives = False
         swarm.hub.hang(name)
         began = now()
         await talk.append(1, 1)
@@ -382,12 +413,14 @@ def test_a_server_that_pushes_wrongly_does_not_bring_the_next_one_into_disrepute
         if silent:
             swarm.on_message = lambda source, target, message: source == name and target == CLIENT
         await talk.append(1, 1)
+        if silent:
+            await asyncio.sleep(30)  # it is overtaken, and reported when its time is over
         assert [peer for peer, _ in swarm.planner.failures] == ([name] if silent else [])
 
     run(span_model, TWICE, act)
 
 
-@pytest.mark.parametrize("error", [CacheFull, ServerClosing, TooLong])
+@pytest.mark.parametrize("error", [CacheFull, ServerClosing, TooLong, AdapterRefused])
 @pytest.mark.parametrize("name", NAMES)
 def test_a_replacement_that_refuses_is_not_the_only_one(span_model, name, error):
     async def act(swarm, talk):
@@ -645,7 +678,8 @@ def test_opening_tries_other_servers(span_model, missing_blocks_timeout):
 
 
 @pytest.mark.parametrize(
-    ("error", "raised"), [(CacheFull, CacheFull), (TooLong, TooLong), (ServerClosing, MissingBlocks)]
+    ("error", "raised"),
+    [(CacheFull, CacheFull), (TooLong, TooLong), (AdapterRefused, AdapterRefused), (ServerClosing, MissingBlocks)],
 )
 def test_opening_says_why_nobody_can_be_used(span_model, error, raised):
     async def scenario():

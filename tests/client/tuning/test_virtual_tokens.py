@@ -13,6 +13,13 @@ COUNT = 3
 VIRTUAL = torch.tensor([-1, -2, -3])
 
 
+class Session:
+    """Stands for the object that has the cache."""
+
+
+SESSION = Session()
+
+
 @st.composite
 def masks(draw: st.DrawFn) -> torch.Tensor:
     """Rows of the same width, padded on the left, on the right, on both sides, or all over."""
@@ -87,7 +94,7 @@ def test_what_comes_out_behind_the_virtual_tokens_lies_where_it_lay() -> None:
 
 
 def test_a_cache_shows_its_virtual_tokens_to_the_model_alone() -> None:
-    cache = PromptedCache(None, COUNT)
+    cache = PromptedCache(SESSION, COUNT)
     assert cache.get_seq_length() == 0
     mask = torch.tensor([[0, 1, 1], [1, 1, 1]])
     cache.set_token_layout(virtual_token_layout(COUNT, 2, mask))
@@ -101,7 +108,7 @@ def test_a_cache_shows_its_virtual_tokens_to_the_model_alone() -> None:
 
 
 def test_virtual_tokens_are_rolled_back_all_or_none() -> None:
-    cache = PromptedCache(None, COUNT)
+    cache = PromptedCache(SESSION, COUNT)
     cache.set_token_layout(virtual_token_layout(COUNT, 1, torch.tensor([[0, 1, 1]])))
     cache.commit(1, COUNT + 3, None, None)
     cache.set_length(COUNT + 1)

@@ -1,10 +1,10 @@
-"""What a server may say about tokens that have left."""
+"""What a server may say about tokens that have left, and how long it may take at first."""
 
 from __future__ import annotations
 
 import pytest
 
-from swarm.client.wire.reply_checks import AllowedExits, validate_left
+from swarm.client.wire.reply_checks import AllowedExits, initial_estimate, validate_left
 from swarm.data_structures import Span
 from swarm.errors import ProtocolViolation
 from tests.client.fakes import hop
@@ -49,3 +49,9 @@ def test_tokens_that_may_have_left_there(left):
 def test_servers_that_err_are_blamed(asked, left, why):
     with pytest.raises(ProtocolViolation, match=rf"server …server \(blocks 4:8\) .*{why}"):
         validate_left(HOP, 1, asked, left)
+
+
+@pytest.mark.parametrize("at_once", [0.0, 1e-3, 1e4])
+def test_a_server_that_announces_quick_steps_gets_no_more_time_for_prompts(at_once):
+    quick = hop(span=Span(4, 8), throughput=1e4, forward_throughput=at_once)
+    assert initial_estimate(quick, 1.0, 60.0).timeout(512) < 5.0

@@ -58,3 +58,42 @@ def test_it_has_bounds_and_grows_with_the_tokens(step, token, answers, wanted, l
         patience.observe(took, count)
     assert min(STALL_ALLOWANCE_S, limit) <= patience.timeout(wanted) <= limit
     assert patience.timeout(wanted) <= patience.timeout(wanted + 1)
+
+
+def test_what_is_late_follows_from_how_long_steps_of_that_shape_took():
+    patience = TimeoutEstimator(1.0, 0.5, 60.0)
+    assert patience.late_after(1) == patience.timeout(1) - STALL_ALLOWANCE_S
+    for _ in range(100):
+        patience.observe(0.1, 1)
+        patience.observe(2.0, 100)
+    assert patience.late_after(1) == pytest.approx(0.1, rel=0.01)
+    assert patience.late_after(100) == patience.late_after(127) == pytest.approx(2.0, rel=0.01)
+    assert patience.late_after(128) == patience.timeout(128) - STALL_ALLOWANCE_S
+
+
+def test_times_that_vary_are_late_later():
+    steady, varying = TimeoutEstimator(1.0, 0.01, 60.0), TimeoutEstimator(1.0, 0.01, 60.0)
+    for number in range(100):
+        steady.observe(1.0, 1)
+        varying.observe(0.5 if number % 2 else 1.5, 1)
+    assert varying.late_after(1) > 2 * steady.late_after(1)
+    assert varying.slowness(2.0, 1) == pytest.approx(2.0, rel=0.1)
+    assert varying.slowness(2.0, 64) == 1.0
+
+
+def test_a_refill_costs_what_tokens_cost_at_best():
+    patience = TimeoutEstimator(1.0, 0.01, 60.0)
+    assert patience.refill_seconds(100) == pytest.approx(1.0)
+    patience.observe(0.5, 500)
+    patience.observe(50.0, 500)
+    assert patience.refill_seconds(100) == pytest.approx(0.1)
+
+
+@given(seconds, seconds, st.lists(st.tuples(seconds, tokens), max_size=30), tokens, st.floats(0.1, 1e3))
+def test_what_is_late_has_bounds(step, token, answers, wanted, limit):
+    patience = TimeoutEstimator(step, token, limit)
+    for took, count in answers:
+        patience.observe(took, count)
+    assert 0 <= patience.late_after(wanted) <= limit
+    assert 0 <= patience.refill_seconds(wanted) <= limit
+    assert patience.slowness(1.0, wanted) >= 0

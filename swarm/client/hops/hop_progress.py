@@ -34,10 +34,11 @@ gets a new number. Nothing but the events of this class changes its attributes.
 
 from __future__ import annotations
 
-from swarm.client.chain.awaited_steps import NO_STEP, AwaitedSteps, ReplyKind
-from swarm.client.chain.hop_clock import HopClock
+from swarm.client.hops.awaited_steps import NO_STEP, AwaitedSteps, ReplyKind
+from swarm.client.hops.hop_clock import HopClock
 from swarm.client.wire.reply_checks import OutputShape
 from swarm.client.wire.timeout_estimator import TimeoutEstimator
+from swarm.common.kept_errors import without_frames
 from swarm.errors import (
     PeerLost,
     PeerTimeout,
@@ -66,7 +67,8 @@ class HopProgress:
         error: why the hop cannot go on.
         leaving: the server's announcement that it is going to leave; it still answers what it was handed.
         stale: the cache may hold a step that was given up, or too little, and has to be refilled.
-        replaced: the hop was reported and left.
+        replaced: the hop was left.
+        asked: number of the last step for which another server was asked, or could not be asked.
         retries: repairs since the server answered something new.
         push_refused: it refused a pushed step, and this client has not yet dealt with that.
         pushes_onward: it was told to push to the server behind. It may not know yet that it is not to any more.
@@ -80,7 +82,7 @@ class HopProgress:
 
     def __init__(self, server: str, timeouts: TimeoutEstimator) -> None:
         self.steps = AwaitedSteps()
-        self.delivered = self.pushed = self.rejected = self.received = self.catch_up_to = NO_STEP
+        self.delivered = self.pushed = self.rejected = self.received = self.catch_up_to = self.asked = NO_STEP
         self.clock = HopClock(timeouts)
         self.error: Exception | None = None
         self.leaving: ServerClosing | None = None
@@ -115,6 +117,11 @@ class HopProgress:
         """
         computed = [number for number in self.steps.numbers() if number < next_step]
         return next_step > self.replied and len(computed) <= 1
+
+    @property
+    def awaited(self) -> int | None:
+        """Number of the first step that the server has been handed and has not answered; None if there is none."""
+        return next((number for number in self.steps.numbers() if self.is_handed(number)), None)
 
     @property
     def may_be_repaired(self) -> bool:
@@ -263,6 +270,11 @@ class HopProgress:
         if failure is not None:
             self.error = failure
 
+    def on_closed(self) -> None:
+        """The session is over here. Its error is kept no longer together with all that it passed through."""
+        if self.error is not None:
+            without_frames(self.error)
+
     def on_joined(self, last_begun: int, received: int) -> None:
         """The hop takes its place in the chain, again or for the first time.
 
@@ -272,6 +284,10 @@ class HopProgress:
         """
         self.catch_up_to = self.steps.begun = last_begun
         self.received = received
+
+    def on_asked(self, number: int) -> None:
+        """Another server was asked, because the answer to step `number` is late."""
+        self.asked = number
 
     def on_replaced(self) -> None:
         """Another server takes its place."""
@@ -308,7 +324,8 @@ class HopProgress:
         """Step `number` is on its way to the server, or the next one there."""
         under_way = [number for number in self.steps.numbers() if self.is_handed(number)]
         if under_way:
-            self.clock.on_handed(number, under_way[0], self.steps.tokens(under_way), now)
+            first = self.steps.tokens(under_way[:1])
+            self.clock.on_handed(number, under_way[0], self.steps.tokens(under_way), now, first)
 
     @property
     def deadline(self) -> float:

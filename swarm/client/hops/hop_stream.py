@@ -7,6 +7,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from swarm.client.wire.reply_checks import describe_hop
+from swarm.common.weak_callback import weak_callback
 from swarm.data_structures import Hop
 from swarm.errors import PeerLost, PeerTimeout, ProtocolViolation, RemoteError, TooLargeReply
 from swarm.protocol import messages
@@ -27,7 +28,8 @@ class HopStream:
         hop: the server.
         on_message: called with each reply and its payload; what it raises ends the stream.
         on_lost: called with the error that ended the stream.
-        max_reply_bytes: how large the payload of a reply may be now.
+        max_reply_bytes: how large the payload of a reply may be now. All three are bound methods of the stream's
+            owner, which the stream does not keep alive.
     """
 
     def __init__(
@@ -40,9 +42,9 @@ class HopStream:
     ) -> None:
         self._network = network
         self._hop = hop
-        self._on_message = on_message
-        self._on_lost = on_lost
-        self._max_reply_bytes = max_reply_bytes
+        self._on_message = weak_callback(on_message, None)
+        self._on_lost = weak_callback(on_lost, None)
+        self._max_reply_bytes = weak_callback(max_reply_bytes, 0)
         self._stream: Stream | None = None
         self._listener: asyncio.Task[None] | None = None
 

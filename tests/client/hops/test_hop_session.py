@@ -11,9 +11,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from swarm.client.chain.hop_progress import MAX_RETRIES
-from swarm.client.chain.hop_session import OPEN_TIMEOUT_S, HopSession
-from swarm.client.chain.input_history import Step
+from swarm.client.hops.hop_progress import MAX_RETRIES
+from swarm.client.hops.hop_session import OPEN_TIMEOUT_S, HopSession
+from swarm.client.hops.input_history import Step
 from swarm.client.wire.packed_hidden import PackedHidden
 from swarm.client.wire.reply_checks import OutputShape
 from swarm.client.wire.request_options import RequestOptions
@@ -581,6 +581,22 @@ def test_the_first_error_counts():
         server.streams[-1].close()
         await asyncio.sleep(0.1)
         assert isinstance(one.progress.error, ServerFault)
+
+    run(scenario)
+
+
+def test_a_server_that_refuses_a_step_and_answers_it_all_the_same_has_not_answered_it():
+    """Nobody would hand the outputs on: the hop behind would wait for them for ever."""
+
+    async def scenario(swarm):
+        server = await swarm.add(OPENED, (messages.refusal(WrongPosition("no"), 0), b""))
+        one = Session(swarm)
+        await one.open()
+        await one.ask(0)
+        await asyncio.sleep(0.1)
+        await server.say(*reply(0, input_checksum=input_checksum(*server.requests[-1])))
+        assert isinstance(one.progress.error, WrongPosition)
+        assert (one.replied, one.outputs) == (-1, [])
 
     run(scenario)
 

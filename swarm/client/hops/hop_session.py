@@ -10,12 +10,13 @@ from dataclasses import replace
 
 import msgspec
 
-from swarm.client.chain.awaited_steps import NO_STEP, ReplyKind
-from swarm.client.chain.blame import Claim, InputClaims
-from swarm.client.chain.hop_progress import HopProgress
-from swarm.client.chain.hop_stream import CLOSE_TIMEOUT_S, HopStream
-from swarm.client.chain.input_history import InputHistory, Step
-from swarm.client.chain.session_constants import SessionContext
+from swarm.client.hops.awaited_steps import NO_STEP, ReplyKind
+from swarm.client.hops.hop_progress import HopProgress
+from swarm.client.hops.hop_stream import CLOSE_TIMEOUT_S, HopStream
+from swarm.client.hops.input_claims import Claim, InputClaims
+from swarm.client.hops.input_history import InputHistory, Step
+from swarm.client.hops.own_checksums import OwnChecksums
+from swarm.client.hops.session_constants import SessionContext
 from swarm.client.wire.packed_hidden import PackedHidden
 from swarm.client.wire.reply_checks import (
     OutputShape,
@@ -27,7 +28,7 @@ from swarm.client.wire.reply_checks import (
     validate_left,
     validate_outputs,
 )
-from swarm.common.large_payloads import MAX_INLINE_BYTES, run_large
+from swarm.common.large_payloads import run_large
 from swarm.data_structures import Hop, StepLayout
 from swarm.errors import (
     NotFiniteOutputs,
@@ -92,10 +93,11 @@ class HopSession:
         self._expedited = NO_STEP
         self._replay_reply: _ReplayReply | None = None
         self._replay_outputs: OutputShape | None = None
-        self._unanswered_replays = 0
-        """Also those that were interrupted, so that nothing waits for their answers."""
+        self._unanswered_replays = 0  # also those that were interrupted, so that nothing waits for their answers
         self._neighbors = messages.SetNeighbors(None, None, None)
-        self._checksums: dict[int, asyncio.Task[bytes]] = {}  # of large inputs, computed in a thread
+        self._checksums = OwnChecksums(on_change)
+        self._opening_seconds = 0.0
+        self._sending: asyncio.Task[None] | None = None
 
     @property
     def peer_id(self) -> str:
@@ -128,12 +130,14 @@ class HopSession:
             adapters=adapter.adapter.digests(self.hop.span),
             early_exits=self._context.early_exits,
         )
+        began = time.perf_counter()
         async with reply_deadline(self.hop, min(OPEN_TIMEOUT_S, options.timeout) + adapter.upload_timeout(self.hop)):
             stream = await self._stream.connect()
             frame = await adapter.request(stream, self.hop, request, b"", 0)
         reply = parse_reply(self.hop, frame)
         if not isinstance(reply, messages.SessionOpened):
             raise unexpected_reply(self.hop, reply)
+        self._opening_seconds = time.perf_counter() - began
         self.progress.on_opened()
         self._unanswered_replays = 0
         self._expedited = NO_STEP  # it may have forgotten
@@ -141,8 +145,7 @@ class HopSession:
         return reply.next_step
 
     async def link(self, before: HopSession | None, after: HopSession | None, rows: int = 1) -> None:
-        """Tell the server which server may push to it, steps of so many rows, and to which it may push; None is this
-        client."""
+        """Tell the server which one may push steps of so many rows to it, and which it pushes to; None for neither."""
         self.progress.on_linked(pushes_onward=after is not None)
         self.claims.was_open = self.claims.was_open or before is not None
         self._neighbors = messages.SetNeighbors(
@@ -176,8 +179,7 @@ class HopSession:
         self.progress.on_given_up(after, last, copied_rows)
 
     def mislead(self, number: int, keeps_inputs: bool = False) -> None:
-        """What the server has computed from step `number` on does not count: its session has to begin again.
-        `keeps_inputs` if this client's copies of the inputs from there on are right."""
+        """From step `number` on nothing counts, so the session begins again. `keeps_inputs` if its inputs are right."""
         self.misled = True
         self.claims.forget_after(number - 1)
         self._checksums.clear()
@@ -189,16 +191,12 @@ class HopSession:
     def own_checksum(self, number: int) -> bytes | None:
         """Of this client's copy of what goes in with a step; None if that, or its checksum, has yet to come."""
         step = self.history.find(number)
-        if step is None or len(step.hidden.payload) <= MAX_INLINE_BYTES:
-            return input_checksum(step.request, step.hidden.payload) if step is not None else None
-        task = self._checksums.get(number)
-        if task is None:
-            work = asyncio.to_thread(input_checksum, step.request, step.hidden.payload)
-            task = self._checksums[number] = asyncio.get_running_loop().create_task(work)
-            task.add_done_callback(lambda _: self._on_change())
-        if not task.done():
-            return None
-        return self._checksums.pop(number).result()
+        return self._checksums.get(step) if step is not None else None
+
+    @property
+    def refill_seconds(self) -> float:
+        """About how long it takes until another server has what this one has."""
+        return self._opening_seconds + self.progress.clock.refill_seconds(self.history.tokens)
 
     async def announce_given_up(self, first: int, end: int) -> None:
         """Tell the server that the steps from number `first` up to, but without, `end` need not be computed."""
@@ -211,12 +209,14 @@ class HopSession:
             await self._send(messages.Expedite(number), b"", CLOSE_TIMEOUT_S)
 
     async def deliver(self, step: Step) -> None:
-        """Hand the server a step; its answer comes through `on_reply`.
-
-        The server reads the step when it has computed those before. This is waited for here.
-        """
+        """Hand the server a step, which it reads when it has computed those before; its answer comes to `on_reply`."""
         self.progress.on_delivered(step.number, step.outputs, time.perf_counter())
         await self._send(step.request, step.hidden.payload, self.progress.send_timeout(step.number))
+
+    def begin_delivery(self, step: Step) -> asyncio.Task[None]:
+        """`deliver` in the background, because a server that hangs may not read a large step."""
+        self._sending = asyncio.get_running_loop().create_task(self.deliver(step))
+        return self._sending
 
     async def replay(
         self, layout: StepLayout, hidden: PackedHidden, next_step: int, want_outputs: bool, epoch: int = 0
@@ -238,8 +238,7 @@ class HopSession:
         self._replay_reply = asyncio.get_running_loop().create_future()
         self.progress.on_replay_begun()
         outputs = OutputShape(hidden.tokens, hidden.hidden_size)
-        self._replay_outputs = outputs if want_outputs else None
-        timeout = self.progress.clock.timeout(hidden.tokens)
+        self._replay_outputs, timeout = outputs if want_outputs else None, self.progress.clock.timeout(hidden.tokens)
         self._unanswered_replays += 1
         try:
             await self._send(request, hidden.payload, timeout)
@@ -251,16 +250,20 @@ class HopSession:
             self._replay_reply = self._replay_outputs = None
         if not isinstance(reply, messages.ReplayReply):
             raise unexpected_reply(self.hop, reply)
-        own = await run_large(len(hidden.payload), input_checksum, request, hidden.payload)
-        if reply.input_checksum != own:  # nobody else can replay
+        # Only this client can replay.
+        if reply.input_checksum != await run_large(len(hidden.payload), input_checksum, request, hidden.payload):
             raise ProtocolViolation(f"{describe_hop(self.hop)} says that it was sent something else to replay")
-        return validate_outputs(self.hop, outputs, payload, reply) if want_outputs else None
+        return (
+            await run_large(len(payload), validate_outputs, self.hop, outputs, payload, reply) if want_outputs else None
+        )
 
     async def close(self) -> None:
         """Free the session at the server, if it can still be told."""
-        for task in self._checksums.values():
-            task.cancel()
         self._checksums.clear()
+        self.progress.on_closed()
+        if self._sending:
+            self._sending.cancel()
+            self._sending = None
         may_answer = self.progress.steps.may_be_answered or not self._stream.is_listening
         await self._stream.close(drain=may_answer and self.progress.error is None)
 
@@ -288,15 +291,16 @@ class HopSession:
                 self._replay_reply.set_result((reply, payload))
             case _:
                 raise unexpected_reply(self.hop, reply)
+        if self.progress.error is not None:
+            self._fail_replay(self.progress.error)
         self._on_change()
 
     def _on_step_reply(self, reply: messages.StepReply, payload: bytes | memoryview) -> None:
         kind = self.progress.steps.classify_reply(reply.step)
-        if self.misled or kind is ReplyKind.LATE:
+        if not self.is_sound or kind is ReplyKind.LATE:  # the outputs of a hop that failed are handed on by nobody
             return
         if kind is ReplyKind.UNKNOWN:
-            self._doubt(unexpected_reply(self.hop, reply))
-            return
+            return self._doubt(unexpected_reply(self.hop, reply))
         shape = self.progress.steps.outputs(reply.step)
         try:
             left = validate_left(self.hop, self._context.span.start, shape.exits, reply.left)
@@ -311,8 +315,6 @@ class HopSession:
         if self.progress.on_reply(reply.step, reply.compute_ms / 1e3, reply.pushed, now, is_full):
             self.claims.add(reply.step, Claim(reply.input_checksum))
             self._on_reply(self, reply.step, outputs)
-        elif self.progress.error is not None:
-            self._fail_replay(self.progress.error)
 
     def _doubt(self, error: ProtocolViolation) -> None:
         """An answer to no step of this client's. Raises the error if no other server may have sent one."""
@@ -328,8 +330,6 @@ class HopSession:
             self._on_replay_reply(lambda answer: answer.set_exception(error))
             return
         self.progress.on_refused(error, refusal.step)
-        if self.progress.error is not None:
-            self._fail_replay(self.progress.error)
 
     def _on_replay_reply(self, settle: Callable[[_ReplayReply], None]) -> None:
         """The answer to the oldest replay has come. Only the newest is waited for; the others were interrupted."""

@@ -18,9 +18,9 @@ from hypothesis.stateful import (
 )
 
 import swarm.client
-from swarm.client.chain.awaited_steps import NO_STEP, ReplyKind
-from swarm.client.chain.hop_clock import NO_DEADLINE
-from swarm.client.chain.hop_progress import MAX_RETRIES, HopProgress
+from swarm.client.hops.awaited_steps import NO_STEP, ReplyKind
+from swarm.client.hops.hop_clock import NO_DEADLINE
+from swarm.client.hops.hop_progress import MAX_RETRIES, HopProgress
 from swarm.client.wire.reply_checks import OutputShape
 from swarm.client.wire.timeout_estimator import TimeoutEstimator
 from swarm.errors import (

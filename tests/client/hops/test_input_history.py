@@ -11,8 +11,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from swarm.client.chain import input_history as record
-from swarm.client.chain.input_history import InputHistory, Step
+from swarm.client.hops import input_history as record
+from swarm.client.hops.input_history import InputHistory, Step
 from swarm.client.wire.packed_hidden import PackedHidden
 from swarm.data_structures import Span, StepLayout, WireFormat
 from swarm.models.execution.session_cache import SessionCache
@@ -232,3 +232,18 @@ def test_a_real_cache_goes_on_as_if_it_had_seen_the_steps(span_model: Any, data:
         expected = original.step(hidden, layout)
         scale = max(1.0, float(expected.abs().max()))
         torch.testing.assert_close(replacement.step(hidden, layout), expected, rtol=0, atol=1e-4 * scale)
+
+
+def test_the_steps_behind_one_are_found_in_order_until_they_are_folded():
+    history = InputHistory()
+    for number in (0, 1, 4):
+        layout = StepLayout((number,), (2,))
+        history.add(Step(number, layout, encoded(layout, number)))
+    assert [history.following(number).number for number in (-1, 0, 1, 3)] == [0, 1, 4, 4]
+    assert history.following(4) is None
+    assert history.tokens == 6
+    history.drop(4)
+    assert history.following(1) is None
+    history.fold(1)
+    assert history.following(0) is None  # what comes behind it is not known singly any more
+    assert history.tokens == 3  # the second step began behind the first token of the first one

@@ -1,0 +1,172 @@
+"""Opening a session at servers, and filling their caches with the history of what went in."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from swarm.client.chain.route_cutting import cut_route
+from swarm.client.hops.awaited_steps import NO_STEP
+from swarm.client.hops.hop_session import HopSession
+from swarm.client.hops.input_history import InputHistory
+from swarm.client.hops.session_constants import SessionContext
+from swarm.client.routes.events import Replayed
+from swarm.client.routes.route_source import MIN_ROUTES_TRIED, MissingBlocksWait, is_worth_another_server
+from swarm.client.wire.packed_hidden import PackedHidden
+from swarm.data_structures import Route, Span
+from swarm.errors import AdapterRefused, CacheFull, MissingBlocks, RemoteError
+
+
+@dataclass(frozen=True)
+class CacheContents:
+    """What the caches of a hop have to hold.
+
+    Attributes:
+        history: the hop's inputs.
+        done: number of the last step that is replayed.
+        upcoming: number of the step that will be delivered next; steps between these two are void.
+        epoch: of that step, unless it begins one.
+    """
+
+    history: InputHistory = field(default_factory=InputHistory)
+    done: int = NO_STEP
+    upcoming: int = 0
+    epoch: int = 0
+
+
+class HopOpener:
+    """Opens hops of one session.
+
+    Args:
+        context: the constants of the session.
+        on_reply, on_change: see `HopSession`.
+    """
+
+    def __init__(
+        self,
+        context: SessionContext,
+        on_reply: Callable[[HopSession, int, PackedHidden], None],
+        on_change: Callable[[], None],
+    ) -> None:
+        self._context = context
+        self._routes = context.routes
+        self._on_reply = on_reply
+        self._on_change = on_change
+        self._refusers: dict[str, RemoteError] = {}
+        """Servers that refuse the session's adapter, and why. If others take it, they alone think so."""
+
+    async def find(
+        self,
+        span: Span,
+        before: str | None,
+        after: str | None,
+        contents: CacheContents,
+        last_error: RemoteError | None = None,
+        avoid: frozenset[str] = frozenset(),
+    ) -> list[HopSession]:
+        """Open hops over `span` and fill their caches. `last_error` is why other servers were left."""
+        tries = 0
+        wait = MissingBlocksWait(self._routes, self._context.emit)
+        while True:
+            try:
+                avoided = avoid | self._refusers.keys()
+                route = await self._routes.route(span, before, after, self._context.max_length, avoided)
+                hops, last_error = await self.prepare(cut_route(route, self._context.boundaries), contents)
+                if last_error is None:
+                    self._blame_refusers()
+                    return hops
+                tries += 1
+                if tries >= MIN_ROUTES_TRIED and wait.is_over:
+                    raise last_error
+            except MissingBlocks as missing:
+                if last_error is not None and not is_worth_another_server(last_error):
+                    self._refusers.clear()
+                    raise last_error from None  # waiting makes no server larger, and no number smaller
+                if isinstance(last_error, CacheFull) and wait.is_over:
+                    raise last_error from None
+                await wait.wait(missing)
+
+    async def prepare(self, route: Route, contents: CacheContents) -> tuple[list[HopSession], RemoteError | None]:
+        """Hops over a route, with their caches filled, and None; or why that failed, all closed again."""
+        histories = [contents.history, *(InputHistory() for _ in route.hops[1:])]
+        hops = [
+            HopSession(self._context, hop, self._on_reply, self._on_change, history)
+            for hop, history in zip(route.hops, histories, strict=True)
+        ]
+        try:
+            error = await self._open_all(hops)
+            if error is None and (failed := await self.replay(hops, contents)) is not None:
+                error = self.report_failure(*failed)
+        except BaseException:  # also when the user interrupts
+            await close_all(hops)
+            raise
+        if error is not None:
+            await close_all(hops)
+            return [], error
+        for peer_id in {hop.peer_id for hop in hops}:
+            self._routes.report_success(peer_id)
+        return hops, None
+
+    async def _open_all(self, hops: Sequence[HopSession]) -> RemoteError | None:
+        """Open all hops at once; why one of them could not be opened, or None. Each server is reported once."""
+        error: RemoteError | None = None
+        reported: set[str] = set()
+        results = await asyncio.gather(*(hop.open() for hop in hops), return_exceptions=True)
+        for hop, result in zip(hops, results, strict=True):
+            if isinstance(result, RemoteError):
+                if hop.peer_id not in reported:
+                    error = self.report_failure(hop, result)
+                reported.add(hop.peer_id)
+            elif isinstance(result, BaseException):
+                raise result
+        return error
+
+    async def replay(
+        self, hops: Sequence[HopSession], contents: CacheContents
+    ) -> tuple[HopSession, RemoteError] | None:
+        """Fill the caches of `hops`; where and why that failed, or None."""
+        tokens = 0
+        for layout, hidden in contents.history.replay(contents.done):
+            tokens += layout.tokens
+            for hop, following in zip(hops, [*hops[1:], None], strict=True):
+                try:
+                    outputs = await hop.replay(layout, hidden, contents.upcoming, following is not None, contents.epoch)
+                except RemoteError as error:
+                    return hop, error
+                if following is not None and outputs is not None:
+                    following.history.add_replayed(layout, outputs, contents.done)
+                    hidden = outputs
+        for hop in hops:
+            hop.progress.on_refilled(contents.done)
+            if tokens:
+                self._context.emit(Replayed(hop.hop.span, tokens))
+        return None
+
+    def report_failure(self, hop: HopSession, error: RemoteError) -> RemoteError:
+        """Report the server; but if it refuses the adapter, only when another one has taken that."""
+        if isinstance(error, AdapterRefused):
+            self._refusers[hop.peer_id] = error
+        else:
+            self._routes.report_failure(hop.peer_id, error)
+        return error
+
+    def _blame_refusers(self) -> None:
+        for peer_id, error in self._refusers.items():
+            self._routes.report_failure(peer_id, error)
+        self._refusers.clear()
+
+
+def route_of(hops: Sequence[HopSession]) -> Route:
+    """The servers of successive hops."""
+    return Route(tuple(hop.hop for hop in hops))
+
+
+def joined_span(hops: Sequence[HopSession]) -> Span:
+    """The blocks of successive hops."""
+    return Span(hops[0].hop.span.start, hops[-1].hop.span.end)
+
+
+async def close_all(hops: Sequence[HopSession]) -> None:
+    """Free the session at some servers."""
+    await asyncio.gather(*(hop.close() for hop in hops))

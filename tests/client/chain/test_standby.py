@@ -1,0 +1,264 @@
+"""Other servers are asked beside one that is late; the outputs are those of the undisturbed model, whoever is first."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from swarm.client.routes.events import HopLost, Recovered
+from swarm.data_structures import StepLayout
+from swarm.errors import PeerLost
+from swarm.protocol import messages
+from tests import virtual_time
+from tests.client.chains import Conversation, Swarm
+
+TWICE = {"a": (0, 2), "b": (2, 4), "c": (4, 6), "a2": (0, 2), "b2": (2, 4), "c2": (4, 6)}
+NAMES = ["a", "b", "c"]
+
+
+def now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+def run(
+    span_model: Any,
+    act: Callable[..., Awaitable[None]],
+    servers: dict[str, tuple[int, int]] = TWICE,
+    boundaries: tuple[int, ...] = (),
+    **options: Any,
+) -> None:
+    """Let `act(swarm, talk)` disturb a session of which it is known how long its steps take."""
+
+    async def scenario() -> None:
+        swarm = Swarm(span_model, servers, **options)
+        await swarm.start()
+        talk = await swarm.chain(boundaries=boundaries)
+        await talk.append(3, 5)
+        for _ in range(10):
+            await talk.append(1, 1)
+        assert swarm.planner.overtaken == []
+        await act(swarm, talk)
+        swarm.on_message = lambda source, target, message: False
+        await talk.append(1, 1)
+        await talk.step(StepLayout((2, 3), (1, 1), (1, 0)))
+        await talk.chain.close()
+        await asyncio.sleep(5)
+        for name, server in swarm.servers.items():
+            if name not in swarm.hub._hanging | swarm.killed:
+                assert len(server.sessions) == 0, name
+
+    virtual_time.run(scenario)
+
+
+async def slow_for(swarm: Swarm, name: str, seconds: float) -> None:
+    """Make a server take so long for each step from now on."""
+    swarm.servers[name].runtime._seconds = seconds
+
+
+def count(swarm: Swarm, kind: type) -> int:
+    return sum(isinstance(event, kind) for event in swarm.events)
+
+
+@pytest.mark.parametrize("boundaries", [(), (1, 3, 5)])
+@pytest.mark.parametrize("push", [True, False])
+@pytest.mark.parametrize("name", NAMES)
+def test_the_late_one_may_be_first_and_stays(span_model, name, push, boundaries):
+    """It is late by a little more than what asking costs; the others are slower still."""
+
+    async def act(swarm, talk):
+        await slow_for(swarm, name, 0.6)
+        await slow_for(swarm, name + "2", 3.0)
+        await talk.append(1, 1)
+        assert swarm.servers[name + "2"].count(messages.OpenSession) > 0
+        assert swarm.planner.overtaken == []
+        assert swarm.planner.failures == []
+        assert name in {hop.peer_id for hop in talk.chain._hops}
+        await slow_for(swarm, name, 0.01)
+
+    run(span_model, act, push=push, boundaries=boundaries)
+
+
+@pytest.mark.parametrize("boundaries", [(), (1, 3, 5)])
+@pytest.mark.parametrize("name", NAMES)
+def test_one_that_answers_in_the_end_was_slow_and_nobody_hears_of_it(span_model, name, boundaries):
+    async def act(swarm, talk):
+        await slow_for(swarm, name, 1.9)
+        began = now()
+        await talk.append(1, 1)
+        assert now() - began < 1
+        assert set(swarm.planner.overtaken) == {name}
+        await asyncio.sleep(30)
+        assert swarm.planner.failures == []
+        assert count(swarm, HopLost) == count(swarm, Recovered) == 1
+        assert name not in {hop.peer_id for hop in talk.chain._hops}
+        assert len(swarm.servers[name].sessions) == 0
+
+    run(span_model, act, boundaries=boundaries)
+
+
+@pytest.mark.parametrize("boundaries", [(), (1, 3, 5)])
+@pytest.mark.parametrize("push", [True, False])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_prompt_at_a_server_that_hangs(span_model, name, push, boundaries):
+    async def act(swarm, talk):
+        await talk.prefill((1, 2), (2, 1), (1, 2))
+        swarm.hub.hang(name)
+        began = now()
+        await talk.prefill((1, 2), (2, 1), (1, 2))
+        assert now() - began < 2
+        assert set(swarm.planner.overtaken) == {name}
+
+    run(span_model, act, push=push, boundaries=boundaries)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_rows_that_are_copied_at_a_server_that_hangs(span_model, name):
+    async def act(swarm, talk):
+        swarm.hub.hang(name)
+        lengths = talk.lengths
+        await talk.step(StepLayout((lengths[1], lengths[0], lengths[0]), (1, 1, 1), (1, 0, 0)))
+        assert set(swarm.planner.overtaken) == {name}
+        await talk.step(StepLayout((4, lengths[0] + 1), (1, 2), (2, 1)))
+
+    run(span_model, act)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_steps_that_are_under_way_at_a_server_that_hangs(span_model, name):
+    async def act(swarm, talk):
+        swarm.hub.hang(name)
+        began = now()
+        lengths = talk.lengths
+        steps = [
+            await talk.begin_step(StepLayout(tuple(length + ahead for length in lengths), (1, 1))) for ahead in range(4)
+        ]
+        await talk.chain.wait(lambda: talk.chain.outputs(steps[-1], 6) is not None)
+        assert now() - began < 2
+        for number in steps:
+            talk.chain.settle(number)
+        assert set(swarm.planner.overtaken) == {name}
+
+    run(span_model, act)
+
+
+def test_others_may_be_cut_differently(span_model):
+    servers = {"a": (0, 2), "b": (2, 6), "c": (1, 4), "d": (4, 6)}
+
+    async def act(swarm, talk):
+        swarm.hub.hang("b")
+        await talk.append(1, 1)
+        assert swarm.planner.routes[-1] == "0:2@a 2:4@c 4:6@d"
+
+    run(span_model, act, servers)
+
+
+@pytest.mark.parametrize("kind", [messages.OpenSession, messages.ReplayRequest, messages.StepRequest])
+def test_the_others_die_while_they_are_asked(span_model, kind):
+    async def act(swarm, talk):
+        swarm.hub.hang("b")
+
+        def watch(source: str, target: str, message: messages.Message) -> bool:
+            if isinstance(message, kind) and target == "b2" and not len(swarm.planner.failures):
+                swarm.kill("b2")
+                asyncio.get_running_loop().call_later(8, asyncio.ensure_future, swarm.add("b2", 2, 4))
+            return False
+
+        swarm.on_message = watch
+        await talk.append(1, 1)
+        assert ("b2", PeerLost) in [(peer, type(error)) for peer, error in swarm.planner.failures]
+
+    run(span_model, act)
+
+
+@pytest.mark.parametrize("at", [0.1, 0.2, 0.3, 0.4])
+def test_the_late_one_dies_while_the_others_are_asked(span_model, at):
+    async def act(swarm, talk):
+        swarm.hub.hang("b")
+        asyncio.get_running_loop().call_later(at, swarm.kill, "b")
+        began = now()
+        await talk.append(1, 1)
+        assert now() - began < 1
+        assert swarm.servers["b2"].count(messages.OpenSession) == 1
+
+    run(span_model, act)
+
+
+@pytest.mark.parametrize("at", [0.1, 0.2, 0.25, 0.3, 0.35, 0.4, 0.5])
+@pytest.mark.parametrize("how", ["interrupt", "close"])
+def test_whatever_ends_the_step_frees_the_others(span_model, how, at):
+    async def act(swarm, talk):
+        swarm.hub.hang("b")
+        step = asyncio.ensure_future(talk.append(1, 1))
+        await asyncio.wait({step}, timeout=at)
+        step.cancel()
+        await asyncio.wait({step})
+        if how == "close":
+            await talk.chain.close()
+            await asyncio.sleep(5)
+            assert len(swarm.servers["b2"].sessions) == 0
+            return
+        await talk.append(1, 1)
+
+    async def alone() -> None:
+        swarm = Swarm(span_model, TWICE)
+        await swarm.start()
+        talk = await swarm.chain()
+        await talk.append(1, 1)
+        await act(swarm, talk)
+
+    if how == "close":
+        virtual_time.run(alone)
+    else:
+        run(span_model, act)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_server_that_is_slow_all_the_time_is_left_and_new_sessions_avoid_it(span_model, name):
+    async def act(swarm, talk):
+        talk.chain._hops.asking.allowance.take()  # so that it has the time to be slow
+        await slow_for(swarm, name, 2.0)
+        began = now()
+        for _ in range(25):
+            await talk.append(1, 1)
+        assert now() - began < 20 * 2.0
+        assert swarm.planner.failures == []
+        assert name not in {hop.peer_id for hop in talk.chain._hops}
+        another = await swarm.chain()
+        assert name not in {hop.peer_id for hop in another.chain._hops}
+        await another.chain.close()
+
+    run(span_model, act)
+
+
+def test_a_machine_that_is_busy_bans_nobody_and_asks_rarely(span_model):
+    """All servers are slow alike, more and more, and then quick again."""
+
+    async def act(swarm, talk: Conversation):
+        steps = 0
+        for seconds in (0.05, 0.2, 0.4, 0.8, 0.3, 0.01):
+            for name in swarm.servers:
+                await slow_for(swarm, name, seconds)
+            for _ in range(5):
+                await talk.append(1, 1)
+                steps += 1
+        assert swarm.planner.failures == []
+        assert len(swarm.planner.overtaken) <= 1
+        asked = sum(swarm.servers[name + "2"].count(messages.OpenSession) for name in NAMES)
+        assert asked <= 2
+
+    run(span_model, act)
+
+
+def test_it_is_this_client_that_stood_still(span_model, monkeypatch):
+    async def act(swarm, talk):
+        loop = asyncio.get_running_loop()
+        # The clock jumps while the step is under way, as if the client's machine had been asleep.
+        loop.call_later(0.03, lambda: setattr(loop._jumping, "now", loop._jumping.now + 60.0))
+        await talk.append(1, 1)
+        assert swarm.planner.failures == []
+        assert swarm.planner.overtaken == []
+
+    run(span_model, act)
