@@ -14,7 +14,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
-.PHONY: demo test test-slow test-all check lint types imports unit programs soak bench gpu format clean
+.PHONY: demo test test-slow test-all check lint types imports unit programs soak fuzz bench gpu format clean
 
 demo: $(VENV)/runtime
 	$(BIN)/swarm demo
@@ -53,6 +53,10 @@ programs:
 soak: $(VENV)/dev
 	SWARM_SOAK=1 $(BIN)/python -m pytest --timeout 3600 tests/test_kill.py
 	$(BIN)/python -m benchmarks.serving.soak --minutes 10 --clients 4 --every 5
+
+# At least 100,000 hostile messages in ten minutes, against a whole swarm (docs/security.md).
+fuzz: $(VENV)/dev
+	$(BIN)/python -m tests.fuzz $(FUZZ_ARGS)
 
 bench: $(VENV)/dev
 	$(BIN)/python -m benchmarks.decoding.chain

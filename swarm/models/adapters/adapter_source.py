@@ -42,7 +42,7 @@ class AdapterSource:
             raise AdapterError(f"{self.name} has no {CONFIG_FILE}, so it is not an adapter")
         try:
             return json.loads(path.read_bytes())
-        except (ValueError, RecursionError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise AdapterError(f"{CONFIG_FILE} of {self.name} cannot be read: {_first_line(error)}") from error
 
     def weights(self) -> Path:

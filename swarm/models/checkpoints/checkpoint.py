@@ -20,6 +20,7 @@ from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidat
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, GenerationConfig, PreTrainedConfig
 
+from swarm.common.files.checked_json import fields, mapping, parse_json, text
 from swarm.errors import CheckpointError, InvalidSpan, ModelNotFound, UnsupportedModel
 from swarm.models.checkpoints import config_limits
 from swarm.models.checkpoints.block_digest import block_digest
@@ -29,6 +30,10 @@ from swarm.models.cutting.model_inspection import ModelStructure, inspect_model
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 MAX_INDEX_BYTES = 64 << 20
+MAX_FILE_NAME_CHARACTERS = 255
+MAX_TENSOR_NAME_CHARACTERS = 1024
+"""The names of tensors are matched by regular expressions, which takes time in proportion to the square of this."""
+
 _OTHER_TOWERS = re.compile(r"(?:^|.*\.)(?:vision|visual|audio|encoder|mtp)")
 DEMO_FOLDER = Path(__file__).parents[1] / "demo"
 """The small trained model that comes with the package."""
@@ -57,11 +62,21 @@ class Checkpoint:
     @cached_property
     def weight_map(self) -> dict[str, str]:
         """For each tensor's name, the file that holds the tensor."""
+        files = self._files_of_tensors()
+        longest = max(map(len, files), default=0)
+        if longest > MAX_TENSOR_NAME_CHARACTERS:
+            raise CheckpointError(
+                f"a tensor of {self.source} has a name of {longest} characters; at most {MAX_TENSOR_NAME_CHARACTERS} "
+                "are allowed. Use a checkpoint from a source that you trust"
+            )
+        return files
+
+    def _files_of_tensors(self) -> dict[str, str]:
         try:
             return _parse_weight_map(_read_small(self.fetch(INDEX_FILE), MAX_INDEX_BYTES))
         except EntryNotFoundError:
             pass
-        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise CheckpointError(f"{INDEX_FILE} of {self.source} cannot be read: {_first_line(error)}") from error
         try:
             with _open(self.fetch(SINGLE_FILE)) as shard:
@@ -161,9 +176,13 @@ class Checkpoint:
         except EntryNotFoundError:
             return None
         try:
-            return GenerationConfig.from_pretrained(str(path.parent), local_files_only=True)
+            _read_small(path, config_limits.MAX_CONFIG_BYTES)
+            found = GenerationConfig.from_pretrained(str(path.parent), local_files_only=True)
         except Exception as error:  # foreign input, which transformers validates in many places
             raise CheckpointError(f"{path.name} of {self.source} cannot be used: {_first_line(error)}") from error
+        if problem := config_limits.generation_problem(lambda name: getattr(found, name, None)):
+            raise CheckpointError(f"{path.name} of {self.source} cannot be used: {problem}")
+        return found
 
 
 def open_checkpoint(
@@ -195,15 +214,16 @@ def open_checkpoint(
 
 
 def _parse_weight_map(index: bytes) -> dict[str, str]:
-    """The index's table of tensors and files. Malformed input raises `ValueError` and other built-in exceptions.
+    """The index's table of tensors and files. Raises `ValueError`, or `RecursionError`, if it is malformed.
 
     The index is foreign input, so it must not name a file elsewhere on this machine.
     """
-    files = dict(json.loads(index)["weight_map"])
-    for file in files.values():
-        if Path(file).name != file or not file.endswith(".safetensors"):
-            raise ValueError(f"{file!r} is not the name of a safetensors file in the same folder")
-    return files
+    (files,) = fields(parse_json(index), ["weight_map"], closed=False)
+    for file in mapping(files).values():
+        name = text(file, MAX_FILE_NAME_CHARACTERS)
+        if Path(name).name != name or not name.endswith(".safetensors"):
+            raise ValueError(f"{name!r} is not the name of a safetensors file in the same folder")
+    return mapping(files)
 
 
 def _open_folder(folder: Path, name: str) -> Checkpoint:
@@ -223,8 +243,11 @@ def _open_folder(folder: Path, name: str) -> Checkpoint:
 def _folder_revision(folder: Path) -> str:
     """A digest of a folder's config and index, without opening its shards; block digests cover the values."""
     state = hashlib.sha256((folder / "config.json").read_bytes())
-    if (folder / INDEX_FILE).is_file():
-        state.update((folder / INDEX_FILE).read_bytes())
+    try:
+        if (folder / INDEX_FILE).is_file():
+            state.update(_read_small(folder / INDEX_FILE, MAX_INDEX_BYTES))
+    except (OSError, ValueError) as error:
+        raise ModelNotFound(f"{INDEX_FILE} of {folder} cannot be used: {_first_line(error)}") from error
     return "folder-" + state.hexdigest()[:12]
 
 

@@ -79,3 +79,31 @@ def values_problem(value_of: Callable[[str], Any]) -> str:
         if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= limit:
             return f"{name} is {str(value)[:32]}, which is no whole number from 1 to {limit}"
     return ""
+
+
+_SHARES = (("temperature", 1000.0), ("top_p", 1.0))
+_TOKEN_IDS = ("eos_token_id", "bos_token_id", "pad_token_id")
+
+
+def generation_problem(value_of: Callable[[str], Any]) -> str:
+    """Why the settings of generation that are read here cannot be used; empty if they can. transformers checks others
+    where it reads them."""
+    for name, limit in _SHARES:
+        value = value_of(name)
+        if value is not None and (
+            isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= limit
+        ):
+            return f"{name} is {str(value)[:32]}, which is no number from 0 to {limit:g}"
+    top_k = value_of("top_k")
+    if top_k is not None and not _is_whole(top_k, 0):
+        return f"top_k is {str(top_k)[:32]}, which is no whole number from 0 on"
+    for name in _TOKEN_IDS:
+        value = value_of(name)
+        ids = value if isinstance(value, list) else [value] if value is not None else []
+        if len(ids) > MAX_ENTRIES or not all(_is_whole(one, -1) for one in ids):
+            return f"{name} is {str(value)[:32]}, which is neither a token nor a list of tokens"
+    return ""
+
+
+def _is_whole(value: object, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= MAX_VOCABULARY

@@ -7,14 +7,12 @@ A digest of a block whose weights are not known is null.
 
 from __future__ import annotations
 
-import os
-import tempfile
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from swarm.common.checked_json import fields, integer, items, parse_json, text, to_json
+from swarm.common.files.atomic_file import replace_file
+from swarm.common.files.checked_json import fields, integer, items, parse_json, text, to_json
 from swarm.errors import DigestFileError
 from swarm.models.checkpoints.block_digest import DIGEST_HEX_DIGITS
 from swarm.models.checkpoints.config_limits import MAX_BLOCKS
@@ -84,15 +82,8 @@ def encode_digest_file(model: str, revision: str, digests: Sequence[str | None])
 
 def write_digest_file(path: Path, content: bytes) -> None:
     """Write a file of digests, as a whole or not at all. Raises `DigestFileError`."""
-    temporary = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        with open(descriptor, "wb") as file:
-            file.write(content)
-        os.replace(temporary, path)
+        replace_file(path, content)
     except OSError as error:
-        if temporary is not None:
-            with suppress(OSError):
-                os.unlink(temporary)
         raise DigestFileError(f"{path} cannot be written: {error.strerror}") from None

@@ -2,8 +2,8 @@
 
 In this order: a file that the user names; the weights themselves, as far as they are on this machine; for a hub model,
 what was read of this commit before, for which the hub need not be there; a file beside the checkpoint
-(`swarm-digests.json`), which whoever made the checkpoint put there; for a hub model, ranges of the files of its commit,
-which are read once and kept. If there is none of them, a client may agree to believe the servers that it meets first
+(`swarm-digests.json`), from the checkpoint's author; for a hub model, ranges of the files of its commit, which are read
+once and kept. If there is none of them, the user may agree to believe the servers that the client meets first
 (`swarm.client.routes.weight_pins`).
 """
 
@@ -15,7 +15,7 @@ from pathlib import Path
 
 from huggingface_hub.errors import EntryNotFoundError
 
-from swarm.common.folders import cache_folder
+from swarm.common.files.folders import cache_folder
 from swarm.data_structures import WeightDigests
 from swarm.errors import CheckpointError, DigestFileError, ModelNotFound, UnknownWeights
 from swarm.models.checkpoints.checkpoint import Checkpoint

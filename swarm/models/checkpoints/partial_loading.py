@@ -19,6 +19,15 @@ from transformers.utils import logging as transformers_logging
 from swarm.common.dtypes import HIDDEN_DTYPES, dtype_name
 from swarm.errors import CheckpointError, InvalidOption
 
+MAX_VALUES_A_STORED_ONE = 2
+MAX_VALUES_A_PACKED_ONE = 32
+"""How many values a model may have for each one that is stored: a head shares those of the embeddings, and quantized
+checkpoints pack several into one. What a model has beyond its tensors is initialized, which takes memory for all of it,
+before transformers says what is missing."""
+
+SMALL_MODEL_VALUES = 1 << 22
+"""No model of so many is refused for that."""
+
 _LOADING = threading.Lock()
 """Held while transformers builds and fills a model. Meanwhile it replaces methods of its base class, such as
 `tie_weights`; if two threads did so in turns, the replacements would stay, and models would lack their tied weights."""
@@ -61,6 +70,7 @@ def load_partial_model(
     def build(self: PreTrainedModel, config: PreTrainedConfig) -> None:
         model_class.__init__(self, config)  # type: ignore[misc]
         cut(self)
+        _require_stored(self, config, tensors, may_be_missing)
 
     # transformers looks up its conversions by the class's name and module, and has none for modules of others.
     module = __name__ if converted else model_class.__module__
@@ -79,8 +89,43 @@ def load_partial_model(
         raise CheckpointError(f"the checkpoint lacks {len(names)} tensors that the model needs, such as {names[0]}")
     if converted and report["unexpected_keys"]:
         raise CheckpointError(f"a {config.model_type} model has no tensor {sorted(report['unexpected_keys'])[0]}")
+    _require_packed(model)
     model.requires_grad_(False)
     return model
+
+
+def _require_packed(model: PreTrainedModel) -> None:
+    """Raise `CheckpointError` if the config says that weights are quantized which are not.
+
+    bitsandbytes would quantize them on a GPU, so that they compute something else than their digest says, and cannot
+    compute with them elsewhere.
+    """
+    for name, module in model.named_modules():
+        kind = type(module).__name__
+        weight: Any = getattr(module, "weight", None)
+        if (kind == "Linear4bit" and weight.shape[-1] != 1) or (kind == "Linear8bitLt" and weight.dtype != torch.int8):
+            raise CheckpointError(
+                f"the config says that {name} is quantized, but its weights are stored as they are: remove "
+                "quantization_config from config.json, and use --quant to quantize"
+            )
+
+
+def _require_stored(
+    model: PreTrainedModel,
+    config: PreTrainedConfig,
+    tensors: Mapping[str, torch.Tensor],
+    may_be_missing: Callable[[str], bool],
+) -> None:
+    """Raise `CheckpointError` if a model on the meta device is much larger than what is stored of it."""
+    described = sum(one.numel() for name, one in model.named_parameters() if not may_be_missing(name))
+    stored = sum(one.numel() for one in tensors.values())
+    is_packed = getattr(config, "quantization_config", None) is not None
+    allowed = stored * (MAX_VALUES_A_PACKED_ONE if is_packed else MAX_VALUES_A_STORED_ONE) + SMALL_MODEL_VALUES
+    if described > allowed:
+        raise CheckpointError(
+            f"the config describes {described} values, and the checkpoint holds {stored} for them: it lacks weights, "
+            "or its config is that of another model"
+        )
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, Protocol
 
-from swarm.common.python_process import module_command
+from swarm.common.processes.python_process import module_command
 from swarm.errors import ChatTemplateError, CheckpointError
 from swarm.models.tokenizers.chat_template import ChatMessage, conversation_tokens, text_tokens
 from swarm.models.tokenizers.prompt_worker import PROMPT_CPU_S, PROMPT_MEMORY_BYTES, RECEIVE_BYTES, TAKEN
@@ -150,7 +150,7 @@ class PromptProcess:
     def close(self) -> None:
         """End the process. Prompts that are being made are refused."""
         self._closed = True
-        self._kill_all()  # before the lock is taken: who has it may be waiting for the process
+        self._kill_all()  # before the lock is taken: its holder may be waiting for the process
         with self._lock:
             self._end()
 

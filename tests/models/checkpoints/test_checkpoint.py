@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from huggingface_hub.errors import LocalEntryNotFoundError
+from safetensors.torch import save_file
 
 from swarm.data_structures import Span
 from swarm.errors import CheckpointError, InvalidSpan, ModelNotFound, UnsupportedModel
@@ -128,6 +129,16 @@ def test_weights_quantized_in_a_way_that_needs_a_package_of_its_own(single):
         load(single, 1, 2)
 
 
+@pytest.mark.parametrize("form", ["load_in_4bit", "load_in_8bit"])
+def test_a_config_that_calls_plain_weights_quantized(single, form):
+    """The first step failed with an assertion of bitsandbytes, or computed with other weights than the digest's."""
+    config = json.loads((single / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "bitsandbytes", form: True}
+    (single / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match="stored as they are"):
+        load(single, 1, 2)
+
+
 @pytest.mark.parametrize("escape", ["../outside.safetensors", "{parent}/outside.safetensors", "../single/..", ".."])
 def test_the_index_cannot_lead_outside_of_the_folder(sharded, single, escape):
     """Not even to a file that would do."""
@@ -145,12 +156,39 @@ def test_the_index_cannot_name_pickled_weights(sharded):
 
 
 @pytest.mark.parametrize(
-    "content", ["", "[]", "{}", '{"weight_map": []}', '{"weight_map": ["ab"]}', '{"weight_map": {"a": 1}}', "\xff"]
+    "content",
+    [
+        *("", "[]", "{}", "\xff", "[" * 10**5, '{"weight_map": null}', '{"weight_map": []}', '{"weight_map": ["ab"]}'),
+        *('{"weight_map": {"a": 1}}', '{"weight_map": {"a": ".safetensors\\u0000"}}'),
+        *('{"weight_map": [[5, "a.safetensors"]]}', '{"weight_map": {"a": "%s.safetensors"}}' % ("a" * 300)),
+    ],
 )
 def test_an_index_that_is_none(sharded, content):
     (sharded / INDEX_FILE).write_bytes(content.encode("latin-1"))
     with pytest.raises(CheckpointError):
         load(sharded, 0, 1)
+
+
+@pytest.mark.parametrize("name", ["." * 10**6, "model." * 10**5, "model.layers.0." + "a." * 10**5])
+def test_names_of_tensors_that_take_for_ever_to_match(sharded, single, name):
+    """They were matched by a regular expression from each of their characters on."""
+    change_index(sharded, lambda files: files.update({name: next(iter(files.values()))}))
+    save_file({name: torch.ones(1)}, single / SINGLE_FILE)
+    for folder in (sharded, single):
+        with pytest.raises(CheckpointError, match="name of"):
+            load(folder, 0, 1)
+
+
+@pytest.mark.parametrize("file", [INDEX_FILE, "generation_config.json"])
+def test_files_that_would_fill_the_memory_are_not_read(sharded, file):
+    checkpoint = open_checkpoint(sharded)
+    with (sharded / file).open("wb") as huge:
+        huge.truncate(1 << 40)  # which takes no room on the drive
+    with pytest.raises(CheckpointError, match="larger than"):
+        _ = checkpoint.weight_map, checkpoint.generation_config()
+    if file == INDEX_FILE:
+        with pytest.raises(ModelNotFound, match="larger than"):
+            open_checkpoint(sharded)
 
 
 @pytest.mark.parametrize("content", ["", "[]", "7", "{}", '{"model_type": "llama", "hidden_size": "wide"}', "\xff"])
@@ -252,6 +290,24 @@ def test_generation_settings(single):
         checkpoint.generation_config()
     (single / "generation_config.json").unlink()
     assert checkpoint.generation_config() is None
+
+
+@pytest.mark.parametrize("name", ["temperature", "top_p", "top_k", "eos_token_id", "bos_token_id", "pad_token_id"])
+@pytest.mark.parametrize("value", ["x", "", {"a": 1}, [["a"]], ["x"], [0.5], 1e300, float("nan"), -2, 10**30, True])
+def test_generation_settings_that_no_request_could_use(single, name, value):
+    """They were taken, and each request to the model failed as if the gateway had a bug."""
+    (single / "generation_config.json").write_text(json.dumps({name: value}))
+    with pytest.raises(CheckpointError, match=r"generation_config\.json"):
+        open_checkpoint(single).generation_config()
+
+
+@pytest.mark.parametrize(
+    "values",
+    [{"temperature": 0.0, "top_k": 0}, {"eos_token_id": [1, 2], "pad_token_id": -1}, {"top_p": 1, "top_k": None}],
+)
+def test_generation_settings_that_models_have(single, values):
+    (single / "generation_config.json").write_text(json.dumps(values))
+    assert open_checkpoint(single).generation_config() is not None
 
 
 def test_an_unsupported_family_is_refused_before_weights_are_looked_for(tmp_path):

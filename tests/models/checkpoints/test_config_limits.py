@@ -35,8 +35,9 @@ def test_default_configs_of_transformers_are_within_the_limits():
     """They are those of real models."""
     checked = 0
     for kind in MODEL_FOR_CAUSAL_LM_MAPPING:
-        if kind.model_type.endswith("_assistant"):
-            continue  # of which transformers has no default config
+        # transformers has no default config of assistants; older versions say that of models with parts, too.
+        if kind.model_type.endswith("_assistant") or getattr(kind, "has_no_defaults_at_init", False):
+            continue
         config = AutoConfig.for_model(kind.model_type)
         assert json_problem(json.loads(config.to_json_string(use_diff=False))) == "", kind
         checked += 1

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 
+import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, PreTrainedModel
 
+from swarm.errors import CheckpointError
 from swarm.models.checkpoints.partial_loading import load_partial_model
 from tests.zoo import TABLE
 
@@ -38,3 +41,27 @@ def test_one_model_is_loaded_at_a_time() -> None:
     assert PreTrainedModel.tie_weights is tie_weights
     for model in loaded:
         assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+def test_a_config_that_describes_much_more_than_is_stored():
+    """Otherwise all of it is made in memory before it turns out that there is nothing to fill it with."""
+    weights = LlamaForCausalLM(CONFIG).state_dict()
+    huge = copy.deepcopy(CONFIG)
+    huge.vocab_size = 1 << 26
+    with pytest.raises(CheckpointError, match=r"describes 42\d{8} values"):
+        load_partial_model(LlamaForCausalLM, huge, lambda model: None, weights, torch.float32)
+
+
+def test_a_head_that_the_checkpoint_lacks_may_be_as_large_as_it_is():
+    weights = LlamaForCausalLM(CONFIG).state_dict()
+    large = copy.deepcopy(CONFIG)
+    large.num_labels = 200_000
+    model = load_partial_model(
+        LlamaForSequenceClassification,
+        large,
+        lambda model: None,
+        {name: one for name, one in weights.items() if name != "lm_head.weight"},
+        torch.float32,
+        lambda name: name.startswith("score."),
+    )
+    assert model.score.weight.shape == (200_000, CONFIG.hidden_size)
