@@ -45,7 +45,7 @@ class ClientMetrics:
         self._replayed = Counter("swarm_client_replayed_tokens_total", "Tokens in those replays.", registry=registry)
         self._missing = Counter(
             "swarm_client_missing_blocks_total",
-            "Times that a session found blocks that nobody holds.",
+            "Times that a session found blocks that no server holds.",
             registry=registry,
         )
         self._bans = Counter(

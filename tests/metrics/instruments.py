@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from swarm.metrics.client import ClientMetrics
 from swarm.metrics.dht import BootstrapMetrics
+from swarm.metrics.event_loop import EventLoopMetrics
 from swarm.metrics.gateway import GatewayMetrics
 from swarm.metrics.registry import new_registry
 from swarm.metrics.server import ServerMetrics
@@ -34,6 +35,7 @@ class Instrument:
 def declared() -> list[Instrument]:
     """The instruments of all rooms."""
     registry = new_registry()
+    EventLoopMetrics(registry)
     ServerMetrics(registry)
     ClientMetrics(registry)
     GatewayMetrics(registry)

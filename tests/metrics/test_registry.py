@@ -9,6 +9,7 @@ import psutil
 
 from swarm.common.version import VERSION
 from swarm.metrics.client import ClientMetrics
+from swarm.metrics.event_loop import EventLoopMetrics
 from swarm.metrics.gateway import GatewayMetrics
 from swarm.metrics.registry import Registry, encode_metrics, new_registry
 from swarm.metrics.server import ServerMetrics
@@ -28,7 +29,7 @@ def test_a_process_tells_its_version_and_what_it_takes() -> None:
 
 def test_all_instruments_fit_into_one_registry() -> None:
     registry = new_registry()
-    for metrics in (ServerMetrics, ClientMetrics, GatewayMetrics):
+    for metrics in (EventLoopMetrics, ServerMetrics, ClientMetrics, GatewayMetrics):
         metrics(registry)
     assert b"swarm_server_tokens_total" in encode_metrics(registry)[0]
 

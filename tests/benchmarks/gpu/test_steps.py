@@ -22,8 +22,9 @@ from benchmarks.gpu.schedules import Errors
 from benchmarks.gpu.stand_in.card import CARD, NAME, card
 from benchmarks.gpu.steps import STEPS
 from swarm.common.trials import Timing
-from swarm.models.execution import strategy_trials
-from swarm.models.execution.strategy_trials import choose_forward, choose_layout
+from swarm.models.execution.trials import forward_trials
+from swarm.models.execution.trials.forward_trials import choose_forward
+from swarm.models.execution.trials.layout_trials import choose_layout
 from swarm.models.weights.gpu_linears import choose_kernel
 from tests import zoo
 
@@ -87,6 +88,20 @@ def test_a_case_that_loses_the_context_ends_the_process_and_is_not_tried_again(b
     assert [one.status for one in bench.journal.records()] == ["failed"]
     assert run_step(bench, step, lambda number: None)
     assert [one.status for one in bench.journal.records()] == ["failed", "ok"]
+
+
+def test_a_card_that_no_longer_answers_ends_the_process_whatever_a_case_says(bench, monkeypatch):
+    """A trial may meet the error that loses the context, and leave the case with no card to go on with."""
+
+    def lost(device: object = None) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(torch.cuda, "synchronize", lost)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lost)
+    cases = [raises(NotHere("not used on this card: it fails: CUDA error")), raises(WrongResult("off by 3"))]
+    step = Step("decode", "", 1.0, lambda bench: cases)
+    assert [run_step(bench, step, lambda number: None) for _ in range(3)] == [False, False, True]
+    assert [one.status for one in bench.journal.records()] == ["skipped", "wrong"]
 
 
 def test_the_doctor_says_which_way_the_card_takes(bench):
@@ -167,7 +182,7 @@ def faster(monkeypatch, *, graphs: bool = True, pages: bool = True) -> None:
         wanted = pages if other.strategy.layout == "contiguous" else graphs
         return Timing(1.0, 2.0) if wanted else Timing(2.0, 1.0)
 
-    monkeypatch.setattr(strategy_trials, "_decodes_faster", decodes_faster)
+    monkeypatch.setattr(forward_trials, "_decodes_faster", decodes_faster)
 
 
 @pytest.mark.parametrize(
@@ -220,7 +235,7 @@ def test_pages_stay_where_they_were_asked_for_or_cannot_be_compared(bench, monke
             raise torch.OutOfMemoryError("CUDA out of memory")
         return Timing(1.0, 2.0)
 
-    monkeypatch.setattr(strategy_trials, "_decodes_faster", no_memory)
+    monkeypatch.setattr(forward_trials, "_decodes_faster", no_memory)
     found = choose_forward(model).strategy
     assert found.layout == "paged"
     assert "not compared with a contiguous cache: it fails: CUDA out of memory" in str(found.trials[-1])
