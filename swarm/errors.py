@@ -257,7 +257,7 @@ class NotAMember(RequestRefused):
 
 
 class UnknownAuthority(NotAMember):
-    """The peer's certificate is of another swarm's authority, or of nobody's."""
+    """The peer's certificate was not signed by this swarm's authority."""
 
     code = "unknown_authority"
 

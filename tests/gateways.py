@@ -72,17 +72,19 @@ def run_gateway(
     keys: Path | None = None,
     with_monitor: bool = False,
     exits: Sequence[Path] = (),
+    log: Path | None = None,
     **options: Any,
 ) -> Iterator[GatewayProcess]:
     """A gateway of the swarm's model, or of `models`, until the end of the context.
 
     Args:
+        log: a file for what it prints and logs, see `prepare`.
         options: of `from_pretrained`.
     """
     options = {"initial_peers": swarm.addresses, "wire": "none", **options}
     sources = [str(model) for model in models] or [swarm.model]
     ours, theirs = FORKS.Pipe()
-    arguments = (sources, options, settings or GatewaySettings(), keys, with_monitor, exits, theirs, swarm.folder)
+    arguments = (sources, options, settings or GatewaySettings(), keys, with_monitor, exits, theirs, swarm.folder, log)
     process = FORKS.Process(target=_serve, args=arguments, daemon=True)
     process.start()
     theirs.close()
@@ -112,11 +114,12 @@ def _serve(
     exits: Sequence[Path],
     connection: Connection,
     folder: str,
+    log: Path | None,
 ) -> None:
     from swarm.gateway.lifecycle import ListenAddress, serve_gateway
     from tests.server_process import prepare
 
-    prepare(folder)
+    prepare(folder, log)
     try:
         address = ListenAddress("127.0.0.1", 0)
         serve_gateway(sources, options, settings, keys, address, with_monitor, exits, connection.send)

@@ -9,7 +9,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -17,6 +16,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from types import TracebackType
 
+from swarm.common.processes.bound_process import bound_command
 from swarm.errors import SwarmError
 
 LOOPBACK = "/ip4/127.0.0.1/tcp/0"
@@ -27,6 +27,8 @@ _JOIN_LINE = re.compile(r"^Join:.*--initial-peers (\S+)")
 
 class PeerProcess:
     """One command of this package, running as a child process. Its output is kept line by line.
+
+    It ends with this process, also if that is killed (see `bound_process`).
 
     Args:
         arguments: what follows `python`, such as `-m swarm.server --new-swarm`.
@@ -39,8 +41,8 @@ class PeerProcess:
         self._changed = threading.Condition()
         self._ended = False
         self._process = subprocess.Popen(
-            [sys.executable, *arguments],
-            stdin=subprocess.DEVNULL,
+            bound_command(*arguments),
+            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -104,8 +106,9 @@ class PeerProcess:
             self._process.kill()
             self._process.wait()
         self._reader.join(timeout=5)
-        if self._process.stdout is not None:
-            self._process.stdout.close()
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                pipe.close()
         return self._process.returncode
 
 

@@ -37,14 +37,14 @@ def _file_option(function: F) -> F:
 
 @click.group(name="members")
 def main() -> None:
-    """Decide who belongs to a private swarm. Its peers answer nobody whom this authority has not invited."""
+    """Decide who belongs to a private swarm. Its peers answer only members, whom this authority has invited."""
 
 
 @main.command()
 @_file_option
 @console.errors_to_exit_codes
 def init(path: Path) -> None:
-    """Make a new authority, for a new private swarm. Whoever has its file decides who belongs to the swarm."""
+    """Make a new authority, for a new private swarm. The person who has its file decides who belongs to the swarm."""
     from swarm.membership.authority import create_authority
 
     authority = create_authority(path)

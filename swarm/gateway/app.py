@@ -69,7 +69,7 @@ async def _chat_page(request: Request) -> Response:
 async def _routing_error(request: Request, error: Exception) -> Response:
     """Starlette's 404 and 405 in OpenAI's form."""
     assert isinstance(error, HTTPException)
-    path = request.url.path[:100]
+    path = request.scope["path"][:100]  # not `request.url`, which is made of the Host header too
     reported: ApiError
     if error.status_code == 405:
         reported = MethodNotAllowed(f"{path} does not support {request.method}", code="method_not_allowed")

@@ -25,6 +25,7 @@ from swarm.gateway.gateway_state import GatewayState
 from swarm.gateway.openai.api_errors import ServiceUnavailable
 from swarm.gateway.settings import GatewaySettings
 from swarm.generation.served_model import ServedModel
+from swarm.metrics.event_loop import EventLoopMetrics
 from swarm.metrics.registry import new_registry
 from swarm.monitor.http_routes import make_routes
 from swarm.monitor.swarm_poller import SwarmPoller
@@ -105,14 +106,15 @@ async def _serve(
     routes = [_monitor_routes(gateway, poller)] if poller is not None else []
     if poller is not None:
         await poller.start()
-    readiness = asyncio.create_task(_log_readiness(gateway))
+    tasks = [asyncio.create_task(work) for work in (_log_readiness(gateway), EventLoopMetrics(gateway.registry).run())]
     try:
         logger.info("Gateway: %s", url)
         logger.info("OpenAI's interface: %sv1", url)
         on_ready(url)
         await serve_until_signal(make_app(gateway, routes, check_host), listening, MAX_CONNECTIONS, before_shutdown)
     finally:
-        readiness.cancel()
+        for task in tasks:
+            task.cancel()
         if poller is not None:
             await poller.stop()
 

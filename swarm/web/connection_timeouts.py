@@ -1,11 +1,12 @@
-"""HTTP connections that a slow client cannot keep open for long.
+"""HTTP connections that a slow client cannot keep open for long, and that end quietly if what it sends is no HTTP.
 
 uvicorn limits how long a connection may be idle between requests, but neither how long the head of a request may take
 nor how much the kernel buffers for a client that does not read.
 
-`TimeoutHttpProtocol` relies on internals of uvicorn's h11 protocol: `cycle`, `cycle.response_complete`, `loop`,
-`transport`, and asyncio callbacks that can be overridden. They are not a public interface, so setup.cfg pins uvicorn to
-the minor version that the tests ran with. Read `uvicorn/protocols/http/h11_impl.py` before the range is widened.
+`TimeoutHttpProtocol` relies on internals of uvicorn's h11 protocol: `cycle` with `response_complete`, `disconnected`
+and `message_event`, `conn`, `loop`, `transport`, `send_400_response`, and asyncio callbacks that can be overridden.
+They are not a public interface, so setup.cfg pins uvicorn to the minor version that the tests ran with. Read
+`uvicorn/protocols/http/h11_impl.py` before the range is widened.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import asyncio
 import socket
 from typing import Any
 
-from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.http.h11_impl import H11Protocol, h11  # type: ignore[attr-defined]
 
 REQUEST_HEAD_TIMEOUT_S = 10.0
 """Within which the head of a request has to arrive; that of the first one counts from the connection on."""
@@ -58,6 +59,17 @@ class TimeoutHttpProtocol(H11Protocol):
         self._stop_head_timer()
         self._stop_unread_timer()
         super().connection_lost(exc)
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer what is no HTTP. If it is the body of a request that is being answered, there is only one answer:
+        uvicorn would send two, and write the error of the second one to the log for each such request."""
+        if self.cycle is not None and not self.cycle.response_complete:
+            self.cycle.disconnected = True  # what is computed for it ends, as if the client had gone
+            self.cycle.message_event.set()
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            super().send_400_response(msg)
+        else:
+            self.transport.close()
 
     @property
     def _is_responding(self) -> bool:

@@ -70,7 +70,8 @@ def story(gateway: GatewayProcess) -> str:
 @pytest.mark.parametrize("origin", ["https://else.where", "null", "http://127.0.0.1:1"])
 def test_a_page_of_another_site_in_a_browser_that_does_not_say_so(gateway, story, origin):
     """At a254ca2 the gateway computed for any page whose browser sends no `Sec-Fetch-Site`: old ones, and all of them
-    where the gateway is reached over plain HTTP in a local network. They all send `Origin`."""
+    where the gateway is reached over plain HTTP in a local network. They all send `Origin`. Tried there: each of these
+    three got status 200 and the bystander's text."""
     attack = httpx.post(
         f"{gateway.api}/completions",
         content=json.dumps(BODY),
@@ -109,7 +110,9 @@ class Command:
 
 @pytest.mark.slow
 def test_everybody_in_the_network_uses_a_gateway_whose_owner_did_not_mean_that(swarm):
-    """At a254ca2 a gateway on all addresses started without keys, with a line in its log, and answered anybody."""
+    """At a254ca2 a gateway on all addresses started without keys, with a line in its log, and answered anybody. Tried
+    there: the line was "Everyone who can reach 0.0.0.0 may use this gateway: give it --keys", and a request without a
+    key got status 200 and a text."""
     command = Command(swarm)
     try:
         assert command.port is None
@@ -122,7 +125,8 @@ def test_everybody_in_the_network_uses_a_gateway_whose_owner_did_not_mean_that(s
 @pytest.mark.slow
 def test_a_name_that_is_pointed_at_a_gateway_in_the_local_network(swarm, story):
     """At a254ca2 only gateways on loopback looked at `Host`; at others, a page whose name its owner points at the
-    gateway's address (DNS rebinding) was the gateway's own."""
+    gateway's address (DNS rebinding) was the gateway's own. Tried there: `Host` and `Origin` of evil.example got status
+    200 and a text."""
     command = Command(swarm, "--open", "--host-name", "chat.example")
     try:
         url = f"http://127.0.0.1:{command.port}/v1/completions"
@@ -139,7 +143,8 @@ def test_a_name_that_is_pointed_at_a_gateway_in_the_local_network(swarm, story):
 @pytest.mark.slow
 def test_a_chat_template_that_never_ends(gateway, story):
     """At a254ca2 four requests to a stranger's model whose template loops kept all four threads that make prompts, for
-    ever: no request to any model of the gateway was answered again."""
+    ever: no request to any model of the gateway was answered again. Tried there: neither the six attacks nor the
+    bystander of the other model had an answer after 90 s."""
     body = {"model": "hostile", "messages": [{"role": "user", "content": "loop"}], "max_tokens": 4}
     with ThreadPoolExecutor(6) as pool:
         url = f"{gateway.api}/chat/completions"

@@ -1,4 +1,4 @@
-"""`swarm demo`, also when it is interrupted."""
+"""`swarm demo`, also when it is interrupted or killed."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def test_three_servers_write_what_the_model_alone_writes() -> None:
     assert "All 12 tokens equal the local model's." in result.stdout
 
 
-@pytest.mark.parametrize("number", slow_except([signal.SIGINT, signal.SIGTERM], signal.SIGINT))
-def test_an_interrupted_demo_leaves_nothing_running(number: signal.Signals) -> None:
+@pytest.mark.parametrize("number", slow_except([signal.SIGINT, signal.SIGTERM, signal.SIGKILL], signal.SIGINT))
+def test_an_ended_demo_leaves_nothing_running(number: signal.Signals) -> None:
     with subprocess.Popen(
         [*DEMO, "--tokens", "900"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
     ) as process:
@@ -47,6 +47,6 @@ def test_an_interrupted_demo_leaves_nothing_running(number: signal.Signals) -> N
         children = descendants(process.pid)
         os.kill(process.pid, number)
         process.communicate(timeout=60)
-        assert process.returncode == 130
+        assert process.returncode == (-number if number == signal.SIGKILL else 130)
         _, alive = psutil.wait_procs(children, timeout=60)
         assert not alive

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from typing import Any
 
 import pytest
@@ -48,3 +49,52 @@ def test_a_client_that_reads_nothing_is_disconnected(monkeypatch: pytest.MonkeyP
             await serving
 
     asyncio.run(work())
+
+
+HEAD = b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+
+@pytest.mark.parametrize("answers", ["before", "when it has the body", "in parts"])
+@pytest.mark.parametrize("garbage", [b"x\r\n", b"5\r\nhello\r\n-1\r\n", b"f" * 21 + b"\r\n"])
+def test_a_body_that_is_no_http_is_answered_once_and_quietly(
+    caplog: pytest.LogCaptureFixture, answers: str, garbage: bytes
+) -> None:
+    """uvicorn answered it twice, and wrote an error with its traceback to the log, for each such request."""
+    begun, ended = asyncio.Event(), asyncio.Event()
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        try:
+            if answers != "when it has the body":
+                await send({"type": "http.response.start", "status": 200, "headers": []})
+                await send({"type": "http.response.body", "body": b"a", "more_body": answers == "in parts"})
+            begun.set()
+            while (message := await receive())["type"] == "http.request" and message.get("more_body"):
+                pass
+            if answers == "when it has the body":
+                await send({"type": "http.response.start", "status": 200, "headers": []})
+            if answers != "before":
+                await send({"type": "http.response.body", "body": b"b"})
+        finally:
+            ended.set()
+
+    async def work() -> bytes:
+        with listen("127.0.0.1", 0) as listening:
+            server = SignalFreeServer(uvicorn.Config(app, http=TimeoutHttpProtocol, lifespan="off", log_config=None))
+            serving = asyncio.create_task(server.serve(sockets=[listening]))
+            reader, writer = await asyncio.open_connection(*listening.getsockname())
+            writer.write(HEAD)
+            async with asyncio.timeout(30):
+                await begun.wait()
+                writer.write(garbage)
+                answer = await reader.read()
+                await ended.wait()
+            writer.close()
+            server.should_exit = True
+            await serving
+            return answer
+
+    with caplog.at_level(logging.WARNING):
+        answer = asyncio.run(work())
+    assert answer.count(b"HTTP/1.1 ") == 1
+    assert answer.startswith(b"HTTP/1.1 400 " if answers == "when it has the body" else b"HTTP/1.1 200 ")
+    assert [record.getMessage() for record in caplog.records] == ["Invalid HTTP request received."]

@@ -77,6 +77,11 @@ def main(
     with terminal.conversation():
         with terminal.working():
             if url is not None:
+                if digests is not None or trust_on_first_use:
+                    raise InvalidOption(
+                        "--digests and --trust-on-first-use do nothing with --url: the gateway decides which weights "
+                        "servers may have. Start the gateway with them"
+                    )
                 backend: ChatBackend = _gateway_backend(url, key, model)
             else:
                 peers = console.split_addresses(initial_peers)

@@ -1,10 +1,10 @@
-"""Checks the Host header of a gateway that asks for no key, against DNS rebinding.
+"""Checks the Host header of requests to a gateway without keys, against DNS rebinding.
 
-A page of another site cannot read this gateway's responses. But the owner of a domain may point its name at the
-gateway's address once the page is loaded, and then the gateway counts as the page's own origin. Its requests still
-carry the domain in `Host`. A name that nobody else can own is safe: an IP address, a name without a dot, or one that
-public DNS does not have. All others have to be named by the gateway's operator. It is the same on loopback and in a
-local network: the browser that is tricked is inside.
+A page of another site cannot read this gateway's responses. But the owner of the page's domain may point the name at
+the gateway's address once the page is loaded; then the browser takes the gateway for the page's own origin. The page's
+requests still carry the domain in `Host`. A name that no outsider can own is safe: an IP address, a name without a dot,
+or one that does not exist in public DNS. The gateway's operator has to list all others. Loopback and local networks are
+no exception, because the tricked browser is inside.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ REFUSAL = (
 
 
 def is_local_name(host: str) -> bool:
-    """Whether `host`, the value of a `Host` header, is a name that nobody else can own."""
+    """Whether `host`, the value of a `Host` header, is a name that no outsider can own."""
     name = name_of(host)
     return "." not in name or name.startswith("[") or name.endswith(PRIVATE_SUFFIXES) or is_address(name)
 
 
 def name_of(host: str) -> str:
-    """The name or address in the value of a `Host` header, or in the part of a URL that it comes from: no port."""
+    """The name or address, without the port, in a `Host` header or in the part of a URL that becomes one."""
     name = host.strip().lower()
     if name.startswith("["):
-        return name[: name.find("]") + 1] or "."  # brackets that do not close are nobody's name
+        return name[: name.find("]") + 1] or "."  # without the closing bracket it is no name
     return name.partition(":")[0].rstrip(".")
 
 

@@ -12,7 +12,6 @@ import logging
 import os
 import re
 import secrets
-import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -22,7 +21,8 @@ from typing import Annotated
 import msgspec
 import yaml
 
-from swarm.common import yaml_file
+from swarm.common.files import yaml_file
+from swarm.common.files.atomic_file import replace_file
 from swarm.errors import KeyFileError
 
 logger = logging.getLogger(__name__)
@@ -210,19 +210,10 @@ def _locked_entries(path: Path) -> Iterator[dict[str, _KeyEntry]]:
 
 
 def _write(path: Path, entries: dict[str, _KeyEntry]) -> None:
-    """Replace the file atomically, so that a gateway reads either the old or the new content."""
     text = HEADING + yaml.safe_dump(msgspec.to_builtins(_KeyFileContent(entries)), sort_keys=False)
     if len(text) > yaml_file.MAX_FILE_BYTES:
         raise KeyFileError(f"{path} would become larger than {yaml_file.MAX_FILE_BYTES >> 20} MiB: remove keys first")
-    temporary = None
     try:
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:  # only the owner may read it
-            temporary = file.name
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
+        replace_file(path, text.encode())
     except OSError as error:
-        if temporary is not None:
-            Path(temporary).unlink(missing_ok=True)
         raise KeyFileError(f"{path} cannot be written: {error.strerror}") from None

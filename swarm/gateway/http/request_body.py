@@ -1,8 +1,8 @@
 """Reads request bodies that are bounded in size and time, and in memory for all requests together.
 
-What a request holds is charged from its first byte on until it is admitted, whatever it has become by then: bytes that
-are being read, decoded objects that wait for a thread, or tokens that wait for their turn. From admission on, the
-number of requests that run is what bounds them.
+What a request holds is charged from its first byte until it is admitted, in whatever form: bytes that are being read,
+decoded objects that wait for a thread, or tokens that wait for their turn. After admission, the number of running
+requests is what bounds their memory.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ CHARACTER_BYTES = 4
 """Python keeps a text with one character beyond the basic plane in 4 bytes for each."""
 
 VALUE_BYTES = 96
-"""What a value of JSON takes in memory at most, beside its characters: the smallest are empty arrays and objects."""
+"""The most that a value of JSON takes in memory, besides its characters: empty arrays and objects are the worst."""
 
 TOKEN_BYTES = 40
 """What a token id takes in memory: a Python integer, and its place in a list."""
 
 
 class RequestMemory:
-    """Memory for all requests that are not admitted yet. For one event loop.
+    """Memory for all requests that are not admitted yet. Used by one event loop.
 
     Args:
         size_bytes: how much there is.
@@ -41,15 +41,15 @@ class RequestMemory:
 
     @property
     def free_bytes(self) -> int:
-        """How much nobody holds."""
+        """How much is not held by any request."""
         return self._size_bytes - sum(self._held.values())
 
     def charge(self, key_name: str | None, count: int) -> None:
-        """Take this many bytes for a request of this key. One key gets at most half, requests without keys all.
+        """Take this many bytes for a request of this key. A key gets at most half; requests without a key may use all.
 
         Raises:
-            PayloadTooLarge: they would never be free.
-            ServiceUnavailable: not so many are free now.
+            PayloadTooLarge: this many would never be free.
+            ServiceUnavailable: fewer are free now.
         """
         share = self._size_bytes // 2 if key_name is not None else self._size_bytes
         held = self._held.get(key_name, 0)
@@ -71,11 +71,11 @@ class RequestMemory:
 
 
 class RequestRoom:
-    """What one request holds of a `RequestMemory`; given back when the context ends, or before by `release`.
+    """What one request holds of a `RequestMemory`. It is given back when the context ends, or earlier by `release`.
 
     Args:
         memory: of all requests.
-        key_name: whose request it is; None without keys.
+        key_name: the key that the request came with; None on a gateway without keys.
     """
 
     def __init__(self, memory: RequestMemory, key_name: str | None) -> None:
@@ -84,7 +84,7 @@ class RequestRoom:
         self._bytes = 0
 
     def hold(self, count: int) -> None:
-        """Take this many bytes besides. Raises as `RequestMemory.charge`."""
+        """Take this many more bytes. Raises the same as `RequestMemory.charge`."""
         self._memory.charge(self._key_name, count)
         self._bytes += count
 
@@ -103,14 +103,14 @@ class RequestRoom:
         self.release()
 
 
-def decoded_bytes(body: bytes) -> int:
-    """The most that a JSON document takes in memory once it is decoded. Counts, and decodes nothing."""
+def decoded_bytes(body: bytes | bytearray) -> int:
+    """The most that a JSON document takes in memory once decoded. Only counts characters; decodes nothing."""
     values = body.count(b",") + body.count(b":") + body.count(b"{") + body.count(b"[")
     return CHARACTER_BYTES * len(body) + VALUE_BYTES * values
 
 
 async def read_body(request: Request, max_bytes: int, timeout_s: float, room: RequestRoom) -> bytes:
-    """The request's body. `room` then holds what it takes, as it is and decoded.
+    """Read the request's body. `room` then holds what it takes, both as bytes and decoded.
 
     Raises:
         PayloadTooLarge: the body is larger than `max_bytes`, or takes more memory than one request gets.
@@ -121,23 +121,20 @@ async def read_body(request: Request, max_bytes: int, timeout_s: float, room: Re
     announced = request.headers.get("content-length", "0")
     if len(announced) > MAX_CONTENT_LENGTH_DIGITS or (announced.isdigit() and int(announced) > max_bytes):
         raise _too_large(max_bytes)
-    parts: list[bytes] = []
-    size = 0
+    body = bytearray()  # no list of parts, which takes many times their bytes if a client sends a few at a time
     try:
         async with asyncio.timeout(timeout_s):
             async for part in request.stream():
-                size += len(part)
-                if size > max_bytes:
+                if len(body) + len(part) > max_bytes:
                     raise _too_large(max_bytes)
                 room.hold(len(part))
-                parts.append(part)
+                body += part
     except TimeoutError:
         raise RequestTimeout(f"the request did not arrive within {timeout_s:.0f} s") from None
     except ClientDisconnect:
         raise ClientDisconnected from None
-    body = b"".join(parts)
     room.hold(decoded_bytes(body))
-    return body
+    return bytes(body)
 
 
 def _too_large(max_bytes: int) -> PayloadTooLarge:

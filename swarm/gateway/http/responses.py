@@ -46,7 +46,7 @@ def with_error_responses(endpoint: Endpoint) -> Endpoint:
         except Exception as error:  # a bug, too, has to be answered in OpenAI's form
             reported = api_error(error)
             if isinstance(reported, InternalServerError):
-                logger.exception("%s %s failed", request.method, request.url.path)
+                logger.exception("%s %s failed", request.method, request.scope["path"])
             return error_response(reported)
 
     return call

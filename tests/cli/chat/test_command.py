@@ -161,6 +161,7 @@ def _behind(gateway, swarm, spare):
         ((), 2, "a swarm or a gateway is required: --initial-peers ADDRESS... of a swarm"),
         (("--url", "gateway"), 2, "such as http://127.0.0.1:8000/v1"),
         (("--url", "http://127.0.0.1:1/v1"), 1, "cannot be reached"),
+        (("--url", "http://127.0.0.1:1/v1", "--digests", "weights.json"), 2, "the gateway decides"),
         (("--initial-peers", "/ip4/127.0.0.1/tcp/1"), 2, "does not end in /p2p/PEER_ID"),
     ],
 )

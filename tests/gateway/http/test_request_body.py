@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tracemalloc
+from typing import Any
 
 import msgspec
 import pytest
@@ -26,6 +27,32 @@ def test_a_body_is_read():
         assert await Client([b"ab", b"cd"]).read() == b"abcd"
 
     run(work)
+
+
+class DrippingClient(Client):
+    """Sends two bytes at a time."""
+
+    left_to_send = 100_000
+
+    async def receive(self) -> dict[str, Any]:
+        self.left_to_send -= 1
+        return {"type": "http.request", "body": b"%02d" % (self.left_to_send % 100), "more_body": self.left_to_send > 0}
+
+
+def test_a_body_in_tiny_parts_takes_no_more_than_what_it_holds():
+    """As a list of parts it took twenty times its bytes."""
+    memory = RequestMemory(10**8)
+    room = RequestRoom(memory, None)
+
+    async def work() -> None:
+        tracemalloc.start()
+        assert len(await DrippingClient().read(10**6, room=room)) == 200_000
+
+    try:
+        run(work)
+        assert tracemalloc.get_traced_memory()[1] < 10**8 - memory.free_bytes
+    finally:
+        tracemalloc.stop()
 
 
 @pytest.mark.parametrize("headers", [[], [("content-length", "11")], [("content-length", "9" * 400)]])
