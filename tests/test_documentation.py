@@ -133,7 +133,7 @@ def test_classes_exist(page: Path) -> None:
 @cache
 def options() -> frozenset[str]:
     """The command-line options of the project's programs."""
-    folders = ("swarm", "benchmarks", "scripts", "examples")
+    folders = ("swarm", "benchmarks", "scripts", "examples", "tests/fuzz")
     files = (path for folder in folders for path in (ROOT / folder).rglob("*.py"))
     return frozenset(option for path in files for option in OPTION.findall(path.read_text()))
 
