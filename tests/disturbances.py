@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -65,6 +67,27 @@ def holder(swarm: TestSwarm, session: InferenceSession, block: int) -> ServerPro
     """The server that computes the block for this session."""
     assert session.route is not None
     return swarm.server(next(hop.server.peer_id for hop in session.route.hops if block in hop.span))
+
+
+@contextmanager
+def dripping(server: ServerProcess, seconds: float = 2.0) -> Iterator[None]:
+    """Let a server answer, but each step only after about `seconds`."""
+    over = threading.Event()
+
+    def drip() -> None:
+        while not over.is_set():
+            server.freeze()
+            over.wait(seconds)
+            server.thaw()
+            over.wait(0.03)  # time for a step, if one has come
+
+    thread = threading.Thread(target=drip)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
 
 
 def demo_prompt(text: str = "Once upon a time") -> torch.Tensor:

@@ -114,7 +114,11 @@ class ServerProcess:
 
 
 class TestSwarm:
-    """Servers of one model. Whoever comes joins by the first of them that work."""
+    """Servers of one model. Whoever comes joins by the first of them that work.
+
+    Attributes:
+        bootstraps: addresses of peers without blocks, by which whoever comes joins as well.
+    """
 
     __test__ = False
 
@@ -122,12 +126,13 @@ class TestSwarm:
         self.model = str(model)
         self.membership = membership
         self.servers: list[ServerProcess] = []
+        self.bootstraps: tuple[str, ...] = ()
         self.folder = folder
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        """Addresses of some servers that work."""
-        return tuple(server.addresses[0] for server in self.working()[:KNOWN])
+        """Addresses of some peers that work."""
+        return (*self.bootstraps, *(server.addresses[0] for server in self.working()))[:KNOWN]
 
     @property
     def address(self) -> str:
@@ -154,15 +159,22 @@ class TestSwarm:
             found.append(held[-1])
         return found
 
-    def start(self, blocks: str, make: Callable[[ServerConfig], Any] | None = None, **options: Any) -> ServerProcess:
+    def start(
+        self,
+        blocks: str,
+        make: Callable[[ServerConfig], Any] | None = None,
+        log: Path | None = None,
+        **options: Any,
+    ) -> ServerProcess:
         """Start a server; `wait_ready` on the result waits until it serves.
 
         Args:
             make: makes the `Server` from its `ServerConfig`, in the server's process; for servers that misbehave.
+            log: a file for what it prints and logs, see `prepare`.
         """
         from tests.server_process import serve
 
-        peers = self.addresses if self.servers else ()
+        peers = self.addresses
         config = ServerConfig(
             model=self.model,
             blocks=BlocksOption.parse(blocks),
@@ -174,7 +186,7 @@ class TestSwarm:
             threads=1,
         )
         ours, theirs = FORKS.Pipe()
-        arguments = (replace(config, **options), theirs, self.folder, make)
+        arguments = (replace(config, **options), theirs, self.folder, make, log)
         process = FORKS.Process(target=serve, args=arguments, daemon=True)
         process.start()
         theirs.close()
@@ -207,7 +219,8 @@ def run_swarm(
     folder = tempfile.mkdtemp(prefix="swt-", dir="/tmp")  # short: the daemon's sockets lie in it
     swarm = TestSwarm(model, folder, membership)
     try:
-        swarm.start(blocks[0], **options).wait_ready()
+        for first in blocks[:1]:
+            swarm.start(first, **options).wait_ready()
         rest = [swarm.start(wanted, **options) for wanted in blocks[1:]]
         for server in rest:
             server.wait_ready()

@@ -11,7 +11,7 @@ import random
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import pytest
@@ -20,12 +20,12 @@ from transformers import StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
 from swarm import EarlyExit
-from swarm.client.chain.hop_session import HopSession
+from swarm.client.hops.hop_session import HopSession
 from swarm.client.session import InferenceSession
 from swarm.errors import MissingBlocks
 from swarm.models.checkpoints.checkpoint import DEMO_FOLDER
 from swarm.server.throughput.throughput_option import ThroughputOption
-from tests.disturbances import Before, Event, demo_prompt, demo_text, greedy, holder, write
+from tests.disturbances import Before, Event, demo_prompt, demo_text, dripping, greedy, holder, write
 from tests.slow import slow_except
 from tests.swarms import ServerProcess, TestSwarm, run_client, run_swarm
 
@@ -220,6 +220,29 @@ def test_servers_hang(swarm: TestSwarm, prompt: torch.Tensor, expected: list[int
         assert len({server.peer_id for server in hung}) == 3
         hung[-1].thaw()
         assert write(model, prompt, NEW) == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("block", [0, 4, 8])
+def test_a_server_that_drips_is_left(swarm: TestSwarm, prompt: torch.Tensor, expected: list[int], block: int) -> None:
+    """It answers each step after a second: in time, but any other one that holds its blocks is quicker."""
+    dripped: list[ServerProcess] = []
+    routes: list[set[str]] = []
+
+    with ExitStack() as stack, run_client(swarm, dtype="float32") as model:
+
+        def drip(session: InferenceSession) -> None:
+            dripped.append(holder(swarm, session, block))
+            stack.enter_context(dripping(dripped[0], 1.0))
+
+        def look(session: InferenceSession) -> None:
+            assert session.route is not None
+            routes.append({hop.server.peer_id for hop in session.route.hops})
+
+        assert write(model, prompt, NEW, {15: drip, NEW - 1: look}) == expected
+    (victim,) = dripped
+    assert routes
+    assert victim.peer_id not in routes[0]
 
 
 def test_a_session_waits_for_blocks_that_nobody_holds(

@@ -29,7 +29,9 @@ CONTEXT_LOST = 75
 
 
 def is_context_lost(error: BaseException) -> bool:
-    """Whether every later call of CUDA in this process fails too."""
+    """Whether an error says that every later call of CUDA in this process fails too."""
+    if isinstance(error, (NotHere, WrongResult, InvalidOption)):
+        return False  # they may quote errors of CUDA that a trial has met and survived
     said = str(error)
     lost = "CUDA error" in said or "CUBLAS_STATUS_EXECUTION_FAILED" in said
     return lost and "capturing" not in said and not isinstance(error, torch.OutOfMemoryError)
@@ -55,9 +57,19 @@ def run_case(bench: Bench, step: str, case: Case, before: Callable[[], None]) ->
     if isinstance(found, (KeyboardInterrupt, SystemExit)):
         raise found
     sys.stderr.write("".join(traceback.format_exception(found)))
-    if not isinstance(found, (NotHere, InvalidOption)):
+    lost = is_context_lost(found) or not _answers(bench.device)
+    if not lost and not isinstance(found, (NotHere, InvalidOption)):
         bench.forget()
-    return Record(step, case.name, _status(found), note=_said(found), seconds=seconds), is_context_lost(found)
+    return Record(step, case.name, _status(found), note=_said(found), seconds=seconds), lost
+
+
+def _answers(device: torch.device) -> bool:
+    """Whether the card's context is still there."""
+    try:
+        torch.cuda.synchronize(device)
+    except RuntimeError:
+        return False
+    return True
 
 
 def _status(error: BaseException) -> Status:

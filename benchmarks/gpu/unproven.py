@@ -24,7 +24,7 @@ NOT_REACHED = {
     "models.weights.triton_products": "Triton's interpreter, on a processor where Triton is installed",
     "models.weights.gpu_linears._by_triton": "Triton's interpreter, on a processor where Triton is installed",
     "models.attention.triton_attention": "Triton's interpreter, on a processor where Triton is installed",
-    "models.execution.strategy_trials._fills_faster": "nothing: exits inside a span are tried on processors",
+    "models.execution.trials.exit_trials._fills_faster": "nothing: exits inside a span are tried on processors",
     "cli.doctor.machine_checks._cuda_driver_version": "nothing: a CPU build of torch has no driver",
     "cli.doctor.verdicts": "a processor, the same lines",
     "client.threads": "nothing: clients compute on processors",
