@@ -32,14 +32,14 @@ def slow_network(path: Path, spans: Sequence[str], delay: float) -> Iterator[Any
 def slow_servers(path: Path, spans: Sequence[str], delay: float) -> Iterator[str]:
     """Run a server for each span on a slow network; yields the address to join by."""
     with ExitStack() as ends:
-        bootstrap = PeerProcess(("-m", "swarm.dht", "--host-maddrs", LOOPBACK))
+        bootstrap = PeerProcess(("swarm.dht", "--host-maddrs", LOOPBACK))
         ends.callback(bootstrap.stop)
         address = bootstrap.address()
         processes = []
         for blocks in spans:
             where = ("--initial-peers", address, "--host-maddrs", LOOPBACK)
             options = (str(path), "--blocks", blocks, *where, "--threads", "1", "--throughput", "1000")
-            processes.append(PeerProcess(("-m", "benchmarks.common.delayed", str(delay), *options)))
+            processes.append(PeerProcess(("benchmarks.common.delayed", str(delay), *options)))
             ends.callback(processes[-1].stop)
         for process in processes:
             process.address()

@@ -75,7 +75,7 @@ def run_churn(
 
     The run continues beyond `seconds` until `min_kills` servers were killed and every client has generated a text.
     """
-    bootstrap = PeerProcess(("-m", "swarm.dht", "--host-maddrs", LOOPBACK))
+    bootstrap = PeerProcess(("swarm.dht", "--host-maddrs", LOOPBACK))
     try:
         with (
             _run_servers(bootstrap.address()) as swarm,

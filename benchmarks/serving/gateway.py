@@ -169,7 +169,7 @@ def start(stack: ExitStack, spans: Sequence[str]) -> tuple[LocalSwarm, PeerProce
     """Start a swarm of the demo model and its gateway, until `stack` closes; returns both and the URL for chats."""
     swarm = stack.enter_context(LocalSwarm(None, spans, options=("--threads", "1", "--cache-tokens", "65536")))
     where = ("--initial-peers", swarm.address, "--port", "0", "--threads", "1")
-    gateway = PeerProcess(("-m", "swarm.gateway", *where))
+    gateway = PeerProcess(("swarm.gateway", *where))
     stack.callback(gateway.stop)
     return swarm, gateway, gateway.wait_for(r"^Gateway: (\S+)/$")[1] + "/v1/chat/completions"
 

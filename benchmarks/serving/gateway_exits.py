@@ -121,7 +121,7 @@ def gateway(delay: float) -> Iterator[str]:
             servers = LocalSwarm(None, SPANS, options=("--threads", "1", "--cache-tokens", "65536"))
             address = stack.enter_context(servers).address
         options = ("--initial-peers", address, "--port", "0", "--threads", "1", "--wire", "none")
-        process = PeerProcess(("-m", "benchmarks.serving.gateway_exits", GATEWAY, str(delay), *options))
+        process = PeerProcess(("benchmarks.serving.gateway_exits", GATEWAY, str(delay), *options))
         stack.callback(process.stop)
         yield process.wait_for(r"^Gateway: (\S+)/$")[1] + "/v1/completions"
 

@@ -31,7 +31,7 @@ class PeerProcess:
     It ends with this process, also if that is killed (see `bound_process`).
 
     Args:
-        arguments: what follows `python`, such as `-m swarm.server --new-swarm`.
+        arguments: what follows `python -m`, such as `swarm.server --new-swarm`.
         environment: added to this process's own environment.
     """
 
@@ -80,7 +80,7 @@ class PeerProcess:
         if not found:
             state = "ended" if self._ended else f"printed no line that matches {compiled.pattern!r} in {timeout:.0f} s"
             output = "\n  ".join(self.lines[-20:])
-            raise SwarmError(f"python {' '.join(self.arguments)} {state}:\n  {output}")
+            raise SwarmError(f"python -m {' '.join(self.arguments)} {state}:\n  {output}")
         return found[0]
 
     def address(self) -> str:
@@ -152,7 +152,7 @@ class LocalSwarm:
     def __enter__(self) -> LocalSwarm:
         with ExitStack() as undo:
             undo.callback(self.stop)
-            arguments = ("-m", "swarm.dht", "--host-maddrs", LOOPBACK)
+            arguments = ("swarm.dht", "--host-maddrs", LOOPBACK)
             self.bootstrap = PeerProcess(arguments, self._environment)
             self._on_start(f"bootstrap peer: {self.bootstrap.address()}")
             for blocks in self._blocks:
@@ -166,7 +166,7 @@ class LocalSwarm:
         """Start one more server. Call its `address()` to wait until it serves."""
         model = (self._model,) if self._model is not None else ()
         where = ("--initial-peers", self.address, "--host-maddrs", LOOPBACK)
-        arguments = ("-m", "swarm.server", *model, "--blocks", blocks, *where, *self._options, *options)
+        arguments = ("swarm.server", *model, "--blocks", blocks, *where, *self._options, *options)
         self.servers.append(PeerProcess(arguments, self._environment))
         return self.servers[-1]
 

@@ -111,7 +111,7 @@ def test_a_swarm_is_locked_with_these_commands(path, tmp_path):
     invites = {name: run("invite", name, "--file", path).stdout.strip() for name in ("owner", "anna", "berta")}
     owner = tmp_path / "owner.invite"
     owner.write_text(invites["owner"] + "\n")
-    peer = PeerProcess(("-m", "swarm.dht", "--host-maddrs", LOOPBACK, "--membership", str(owner)))
+    peer = PeerProcess(("swarm.dht", "--host-maddrs", LOOPBACK, "--membership", str(owner)))
 
     def status(invite: str) -> str:
         """What `swarm status` says: it finds an empty swarm, or is told why not."""

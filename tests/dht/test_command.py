@@ -20,7 +20,7 @@ def start() -> Iterator[object]:
     started: list[PeerProcess] = []
 
     def run(*arguments: str) -> PeerProcess:
-        started.append(PeerProcess(("-m", "swarm.dht", "--host-maddrs", LOOPBACK, *arguments)))
+        started.append(PeerProcess(("swarm.dht", "--host-maddrs", LOOPBACK, *arguments)))
         return started[-1]
 
     yield run

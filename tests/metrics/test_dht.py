@@ -22,7 +22,7 @@ def read(url: str) -> Readings:
 
 def test_a_bootstrap_peer_tells_whom_it_knows(tmp_path: Path) -> None:
     folder = make_checkpoint("llama", tmp_path / "model")
-    arguments = ("-m", "swarm.dht", "--host-maddrs", LOOPBACK, "--metrics", "0", "--log-format", "json")
+    arguments = ("swarm.dht", "--host-maddrs", LOOPBACK, "--metrics", "0", "--log-format", "json")
     with run_swarm(folder, ["0:6"], update_period=1.0) as swarm:
         peer = PeerProcess((*arguments, "--initial-peers", swarm.address))
         try:

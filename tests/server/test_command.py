@@ -49,7 +49,7 @@ def daemons_of(pid: int) -> list[psutil.Process]:
 
 
 def test_a_server_says_what_it_does_and_leaves_when_asked(folder: Path, start) -> None:
-    server = start("-m", "swarm.server", str(folder), "--blocks", "1:4", "--new-swarm", *LISTEN, "--name", "tester")
+    server = start("swarm.server", str(folder), "--blocks", "1:4", "--new-swarm", *LISTEN, "--name", "tester")
     address = server.address()
     client = server.wait_for(r"^Client: (.*)$")[1]
     assert address in client
@@ -71,7 +71,7 @@ def test_a_server_says_what_it_does_and_leaves_when_asked(folder: Path, start) -
     children = daemons_of(server.pid)
     assert [child.name() for child in children] == ["p2pd"]
 
-    joined = start("-m", "swarm.server", str(folder), "--blocks", "auto", *LISTEN, SWARM_INITIAL_PEERS=address)
+    joined = start("swarm.server", str(folder), "--blocks", "auto", *LISTEN, SWARM_INITIAL_PEERS=address)
     assert joined.wait_for(r"^Ready: serving blocks 0:6 of model$")
     assert joined.wait_for(r"^Memory: .* free, enough for 6 of 6 blocks")
     assert joined.wait_for(r"^Blocks: 0:6, because no server has some of them yet")
@@ -86,14 +86,14 @@ def test_a_server_says_what_it_does_and_leaves_when_asked(folder: Path, start) -
 
 @pytest.mark.slow
 def test_a_count_takes_the_weakest_blocks(folder: Path, start) -> None:
-    first = start("-m", "swarm.server", str(folder), "--blocks", "0:3", "--new-swarm", *LISTEN)
-    joined = start("-m", "swarm.server", str(folder), "--blocks", "2", "--initial-peers", first.address(), *LISTEN)
+    first = start("swarm.server", str(folder), "--blocks", "0:3", "--new-swarm", *LISTEN)
+    joined = start("swarm.server", str(folder), "--blocks", "2", "--initial-peers", first.address(), *LISTEN)
     joined.address()
     assert joined.wait_for(r"^Blocks: 3:5,")
 
 
 def test_it_leaves_while_it_is_still_starting(folder: Path, start) -> None:
-    server = start("-m", "swarm.server", str(folder), "--new-swarm", *LISTEN)
+    server = start("swarm.server", str(folder), "--new-swarm", *LISTEN)
     server.wait_for("^Model: ")
     began = time.monotonic()
     assert server.stop() == 0
@@ -121,14 +121,14 @@ def test_it_leaves_in_good_order_while_its_compute_thread_is_inside_torch(folder
     (tmp_path / "server_that_loads_for_ever.py").write_text(LOADS_FOR_EVER)
     path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
     arguments = (str(folder), "--blocks", "1:4", "--new-swarm", *LISTEN)
-    server = start("-m", "server_that_loads_for_ever", *arguments, PYTHONPATH=path)
+    server = start("server_that_loads_for_ever", *arguments, PYTHONPATH=path)
     server.wait_for("^computing$")
     assert server.stop() == 0
     assert not any("terminate called" in line for line in server.lines)
 
 
 def test_a_server_that_lost_its_daemon_says_so_and_ends(folder: Path, start) -> None:
-    server = start("-m", "swarm.server", str(folder), "--blocks", "0:2", "--new-swarm", *LISTEN)
+    server = start("swarm.server", str(folder), "--blocks", "0:2", "--new-swarm", *LISTEN)
     server.address()
     [daemon] = daemons_of(server.pid)
     daemon.kill()
@@ -138,7 +138,7 @@ def test_a_server_that_lost_its_daemon_says_so_and_ends(folder: Path, start) -> 
 
 def test_a_start_removes_the_folder_of_a_server_that_was_killed(folder: Path, start) -> None:
     with tempfile.TemporaryDirectory(prefix="swp-", dir="/tmp") as temporary:  # short, because sockets lie in it
-        arguments = ("-m", "swarm.server", str(folder), "--blocks", "0:2", "--new-swarm", *LISTEN)
+        arguments = ("swarm.server", str(folder), "--blocks", "0:2", "--new-swarm", *LISTEN)
         killed = start(*arguments, TMPDIR=temporary)
         killed.wait_for("^Ready: serving blocks 0:2 of model$")
         [left] = Path(temporary).glob("swarm-*")
@@ -244,9 +244,7 @@ def test_memory_stays_near_what_the_weights_take(tmp_path: Path, start) -> None:
     block = 2 * (4 * 1024 * 1024 + 3 * 1024 * 4096 + 2 * 1024)
     imports = "import swarm.server.lifecycle, psutil; print(psutil.Process().memory_info().rss)"
     baseline = int(subprocess.check_output([sys.executable, "-c", imports], text=True))
-    server = start(
-        "-m", "swarm.server", str(tmp_path / "large"), "--blocks", "1:5", "--new-swarm", *LISTEN, "--threads", "1"
-    )
+    server = start("swarm.server", str(tmp_path / "large"), "--blocks", "1:5", "--new-swarm", *LISTEN, "--threads", "1")
     server.address()
     resident = psutil.Process(server.pid).memory_info().rss
     assert resident <= 4 * block + baseline + 120e6

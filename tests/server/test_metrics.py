@@ -216,7 +216,7 @@ def test_a_server_counts_what_a_client_generates(tmp_path: Path) -> None:
     prompt = torch.randint(3, 100, (1, 7), generator=torch.Generator().manual_seed(3))
     with run_swarm(folder, ["3:6"], dtype="float32") as swarm:
         options = ("--host-maddrs", LOOPBACK, "--threads", "1", "--throughput", "100", "--dtype", "float32")
-        arguments = ("-m", "swarm.server", str(folder), "--blocks", "0:3", "--metrics", "127.0.0.1:0", *options)
+        arguments = ("swarm.server", str(folder), "--blocks", "0:3", "--metrics", "127.0.0.1:0", *options)
         server = PeerProcess((*arguments, "--initial-peers", swarm.address), {"HF_HUB_OFFLINE": "1"})
         try:
             url = server.wait_for(r"^Metrics: (http://127\.0\.0\.1:\d+/metrics)$")[1]

@@ -1,6 +1,6 @@
 """Runs a module in a process that ends when its parent does, however that ends.
 
-    python -m swarm.common.processes.bound_process -m MODULE [ARGUMENTS]
+    python -m swarm.common.processes.bound_process MODULE [ARGUMENTS]
 
 Its standard input has to be a pipe that the parent keeps open and writes nothing to. The kernel closes it with the
 parent, also where that is killed or crashes and cannot end what it has started. The other end of it must not be
@@ -16,14 +16,16 @@ import sys
 import threading
 import time
 
+from swarm.common.processes.python_process import module_command
+
 _STANDARD_INPUT = 0
 LEAVE_S = 20.0
 """How long the process may take to leave in order."""
 
 
-def bound_command(*arguments: str) -> list[str]:
-    """The command for `python ARGUMENTS`, which begin with `-m`. Start it with a pipe as its standard input."""
-    return [sys.executable, "-m", "swarm.common.processes.bound_process", *arguments]
+def bound_command(module: str, *arguments: str) -> list[str]:
+    """The command for a module, see `module_command`. Start it with a pipe as its standard input."""
+    return module_command("swarm.common.processes.bound_process", module, *arguments)
 
 
 def _leave_with_parent() -> None:
@@ -36,12 +38,8 @@ def _leave_with_parent() -> None:
 
 def main() -> None:
     """Run the module that the command line names."""
-    _, option, module, *_ = sys.argv
-    if option != "-m":
-        sys.exit(f"{option} MODULE is not supported; use -m MODULE")
     threading.Thread(target=_leave_with_parent, name="parent-watch", daemon=True).start()
-    del sys.argv[1:3]
-    runpy.run_module(module, run_name="__main__", alter_sys=True)
+    runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)
 
 
 if __name__ == "__main__":

@@ -67,10 +67,12 @@ def load_partial_model(
         CheckpointError: tensors are missing or do not fit the model, or a package that they need is not installed.
     """
 
+    stored = sum(one.numel() for one in tensors.values())  # the class lives as long as the model: it keeps no tensors
+
     def build(self: PreTrainedModel, config: PreTrainedConfig) -> None:
         model_class.__init__(self, config)  # type: ignore[misc]
         cut(self)
-        _require_stored(self, config, tensors, may_be_missing)
+        _require_stored(self, config, stored, may_be_missing)
 
     # transformers looks up its conversions by the class's name and module, and has none for modules of others.
     module = __name__ if converted else model_class.__module__
@@ -113,12 +115,11 @@ def _require_packed(model: PreTrainedModel) -> None:
 def _require_stored(
     model: PreTrainedModel,
     config: PreTrainedConfig,
-    tensors: Mapping[str, torch.Tensor],
+    stored: int,
     may_be_missing: Callable[[str], bool],
 ) -> None:
-    """Raise `CheckpointError` if a model on the meta device is much larger than what is stored of it."""
+    """Raise `CheckpointError` if a model on the meta device has many more values than are stored of it."""
     described = sum(one.numel() for name, one in model.named_parameters() if not may_be_missing(name))
-    stored = sum(one.numel() for one in tensors.values())
     is_packed = getattr(config, "quantization_config", None) is not None
     allowed = stored * (MAX_VALUES_A_PACKED_ONE if is_packed else MAX_VALUES_A_STORED_ONE) + SMALL_MODEL_VALUES
     if described > allowed:

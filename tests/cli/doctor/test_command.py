@@ -34,7 +34,7 @@ NAMES = {"Python", "swarm", "torch", "transformers", "hivemind", "CPU", "GPU", "
 
 @pytest.fixture(scope="module")
 def bootstrap():
-    process = PeerProcess(("-m", "swarm.dht", "--host-maddrs", LOOPBACK))
+    process = PeerProcess(("swarm.dht", "--host-maddrs", LOOPBACK))
     try:
         yield process.address()
     finally:

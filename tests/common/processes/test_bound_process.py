@@ -15,8 +15,6 @@ import pytest
 from swarm.common.processes.bound_process import bound_command
 from tests.waiting import wait_until
 
-ROOT = Path(__file__).parents[2]
-
 PARENT = """
 import subprocess, sys
 child = subprocess.Popen(sys.argv[1:], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
@@ -29,7 +27,7 @@ child.wait()
 @pytest.fixture
 def environment(tmp_path: Path) -> dict[str, str]:
     """Modules are found in the temporary folder."""
-    return {**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT), str(tmp_path)))}
+    return {**os.environ, "PYTHONPATH": str(tmp_path)}
 
 
 def has_ended(process: psutil.Process) -> bool:
@@ -50,7 +48,7 @@ def run(command: Sequence[str], environment: dict[str, str]) -> subprocess.Compl
 
 def test_the_module_runs_as_if_by_itself(tmp_path: Path, environment: dict[str, str]) -> None:
     (tmp_path / "talker.py").write_text("import sys; print(__name__, sys.argv); sys.exit(7)")
-    result = run(bound_command("-m", "talker", "-m", "--option"), environment)
+    result = run(bound_command("talker", "-m", "--option"), environment)
     assert result.stdout == f"__main__ {[str(tmp_path / 'talker.py'), '-m', '--option']}\n"
     assert result.returncode == 7
 
@@ -58,7 +56,7 @@ def test_the_module_runs_as_if_by_itself(tmp_path: Path, environment: dict[str, 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_it_ends_when_its_parent_is_killed(tmp_path: Path, environment: dict[str, str], number: int) -> None:
     (tmp_path / "sleeper.py").write_text("import time; print('ready', flush=True); time.sleep(600)")
-    command = [sys.executable, "-c", PARENT, *bound_command("-m", "sleeper")]
+    command = [sys.executable, "-c", PARENT, *bound_command("sleeper")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as parent:
         assert parent.stdout is not None
         child = psutil.Process(int(parent.stdout.readline().split()[0]))
@@ -74,7 +72,7 @@ def test_it_may_leave_in_order(tmp_path: Path, environment: dict[str, str]) -> N
         f"def leave(*_): pathlib.Path({str(left)!r}).touch(); sys.exit()\n"
         "signal.signal(signal.SIGTERM, leave); print('ready', flush=True); signal.pause()"
     )
-    command = [sys.executable, "-c", PARENT, *bound_command("-m", "leaver")]
+    command = [sys.executable, "-c", PARENT, *bound_command("leaver")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as parent:
         assert parent.stdout is not None
         child = psutil.Process(int(parent.stdout.readline().split()[0]))
