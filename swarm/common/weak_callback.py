@@ -22,12 +22,13 @@ def weak_callback(method: Callable[P, T], gone: T = _RAISE) -> Callable[P, T]:
     Args:
         gone: returned when the object is gone; without it, `ReferenceError` is raised then.
     """
-    reference = weakref.WeakMethod(method)
+    bound: Any = method
+    reference, function = weakref.ref(bound.__self__), bound.__func__
 
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
         living = reference()
         if living is not None:
-            return living(*args, **kwargs)
+            return function(living, *args, **kwargs)  # type: ignore[no-any-return]
         if gone is _RAISE:
             raise ReferenceError("the object that should be called is gone")
         return gone

@@ -33,8 +33,8 @@ class EventLoopMetrics:
     async def run(self) -> None:
         """Measure until the task is canceled."""
         loop = asyncio.get_running_loop()
+        self._tasks.set_function(lambda: len(asyncio.all_tasks(loop)))  # counted when somebody asks
         while True:
             due = loop.time() + PERIOD_S
             await asyncio.sleep(PERIOD_S)
             self._lag.observe(max(0.0, loop.time() - due))
-            self._tasks.set(len(asyncio.all_tasks(loop)))

@@ -72,7 +72,7 @@ class Asking:
         return settled if self.standby is None else min(settled, self.standby.contents.done)
 
     async def ask_if_late(self, hops: Sequence[HopSession], refillable: int) -> float | None:
-        """The next time at which an answer may be late; None if one was, and others were asked now.
+        """A time before which no answer is late; None if one was, and others were asked now.
 
         Args:
             hops: the session's, in the order of the route.
@@ -80,6 +80,9 @@ class Asking:
         """
         if self.standby is not None:
             return math.inf
+        earliest = min([hop.progress.clock.late_at() for hop in hops])
+        if earliest > time.perf_counter():  # what else counts makes it later, and takes longer to find out
+            return earliest
         late = first_late([hop.progress for hop in hops], [hop.refill_seconds for hop in hops])
         if late is None:
             return math.inf

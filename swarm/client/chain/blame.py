@@ -123,6 +123,8 @@ def first_finding(hops: Sequence[ClaimingHop]) -> Finding | None:
     Args:
         hops: in the order of the route.
     """
+    if not any([hop.claims.open for hop in hops]):
+        return None
     checked: float = math.inf
     for index, hop in enumerate(hops):
         if not hop.is_sound:  # it begins again, and those behind it have computed what it said
@@ -138,15 +140,18 @@ def first_finding(hops: Sequence[ClaimingHop]) -> Finding | None:
             if judged is not Verdict.RIGHT:
                 return Finding(index, number, judged, claim)
             hop.claims.settle(number)
-        checked = min(checked, checked_up_to(hop))
+        checked = min(checked, _checked_up_to(hop, found))
     return None
 
 
 def checked_up_to(hop: ClaimingHop) -> int:
     """Number of the last step whose input and all before were compared, if the hop was refilled, or there is nothing to
     compare."""
-    found = hop.claims.first()
-    return hop.replied if found is None else min(hop.replied, found[0] - 1)
+    return _checked_up_to(hop, hop.claims.first())
+
+
+def _checked_up_to(hop: ClaimingHop, first: tuple[int, Claim] | None) -> int:
+    return hop.replied if first is None else min(hop.replied, first[0] - 1)
 
 
 def _evidence(hops: Sequence[ClaimingHop], index: int, number: int, claim: Claim) -> Evidence | None:

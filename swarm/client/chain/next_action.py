@@ -152,8 +152,8 @@ def _next_at(
     index: int, hop: HopState, numbers: Sequence[int], now: float, window: int, departure: _Departure | None
 ) -> Action:
     """The next action at one hop that works."""
-    handed = _handed(hop)
-    under_way = [number for number in numbers if hop.replied < number <= handed]
+    replied, handed = hop.replied, _handed(hop)
+    under_way = [number for number in numbers if replied < number <= handed]
     upcoming = next((number for number in numbers if number > handed), None)
     if under_way and now >= hop.deadline:
         # A push may have been lost, so deliver the step: the server recognizes a step that it has seen.

@@ -39,7 +39,8 @@ class AwaitedSteps:
 
     def numbers(self) -> list[int]:
         """Steps that the server still has to answer, ascending."""
-        return sorted(number for number in self._expected if not self.is_past(number))
+        replied, void = self.replied, self._void  # `is_past`, for all of them: this is asked for many times a step
+        return sorted([number for number in self._expected if number > replied and number not in void])
 
     def outputs(self, number: int) -> OutputShape:
         """How much the answer to a step has to hold."""

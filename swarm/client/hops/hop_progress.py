@@ -121,7 +121,8 @@ class HopProgress:
     @property
     def awaited(self) -> int | None:
         """Number of the first step that the server has been handed and has not answered; None if there is none."""
-        return next((number for number in self.steps.numbers() if self.is_handed(number)), None)
+        first = next(iter(self.steps.numbers()), None)  # those that it was handed come before the others
+        return first if first is not None and self.is_handed(first) else None
 
     @property
     def may_be_repaired(self) -> bool:

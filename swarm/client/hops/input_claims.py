@@ -26,31 +26,32 @@ class InputClaims:
 
     Attributes:
         was_open: whether another server was ever let into the session.
+        open: the claims that are left, by step.
     """
 
     def __init__(self) -> None:
         self.was_open = False
-        self._open: dict[int, Claim] = {}
+        self.open: dict[int, Claim] = {}
         self._no_copy_until = -1
 
     def add(self, number: int, claim: Claim) -> None:
         """The server has answered a step. Only its first answer counts."""
-        self._open.setdefault(number, claim)
+        self.open.setdefault(number, claim)
 
     def first(self) -> tuple[int, Claim] | None:
         """The first claim that is left, and its step's number."""
-        if not self._open:
+        if not self.open:
             return None
-        number = min(self._open)
-        return number, self._open[number]
+        number = min(self.open)
+        return number, self.open[number]
 
     def settle(self, number: int) -> None:
         """The claim is right."""
-        del self._open[number]
+        del self.open[number]
 
     def forget_after(self, number: int) -> None:
         """The steps after `number` were given up, or will be sent again."""
-        self._open = {step: claim for step, claim in self._open.items() if step <= number}
+        self.open = {step: claim for step, claim in self.open.items() if step <= number}
 
     def on_pusher_replaced(self, last_begun: int) -> None:
         """Copies of the steps up to `last_begun` may come from another server than the one that pushed them."""

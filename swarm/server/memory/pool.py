@@ -110,10 +110,6 @@ class MemoryPool:
         """What is not held."""
         return self.capacity - self._total
 
-    def fits(self, peer: str, amount: int) -> bool:
-        """Whether a peer gets so much more at once."""
-        return not self._queue and amount <= self.free and self._within_quota(peer, amount)
-
     @property
     def least_waiting_rank(self) -> float | None:
         """The rank of the peer that comes first of those that wait; None if nobody waits."""
@@ -149,6 +145,13 @@ class MemoryPool:
             raise self._full(peer, amount)
         self._grant(holder, peer, amount)
 
+    def allocate_at_once(self, holder: Hashable, peer: str, amount: int) -> bool:
+        """Give a holder `amount` more if nobody waits and that is available now; whether it was."""
+        if self._queue or amount > self.free or not self._within_quota(peer, amount):
+            return False
+        self._grant(holder, peer, amount)
+        return True
+
     async def allocate_or_wait(self, holder: Hashable, peer: str, amount: int, timeout_s: float) -> None:
         """Like `allocate`, but wait up to `timeout_s` for what becomes free, unless there can never be enough or
         `MAX_WAITING` others of the peer wait.
@@ -156,8 +159,8 @@ class MemoryPool:
         Also raises `CacheFull` if the holder is released meanwhile. A call that is cancelled allocates nothing, even if
         its amount was granted at that very moment.
         """
-        if self.fits(peer, amount):
-            return self._grant(holder, peer, amount)
+        if self.allocate_at_once(holder, peer, amount):
+            return None
         if timeout_s <= 0 or self._closing or amount + self.held_by(holder) > self.quota:
             return self.allocate(holder, peer, amount)
         if sum(one.peer == peer for one in self._queue) >= MAX_WAITING:

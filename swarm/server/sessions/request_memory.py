@@ -298,14 +298,14 @@ class Admission:
                 f"the request takes {format_bytes(needs.total)} of this server's memory, and one peer gets "
                 f"{format_bytes(pool.quota)} for its requests; send fewer tokens at once, or ask another server"
             )
-        if not pool.fits(self._peer, needs.total):
+        if not pool.allocate_at_once(self, self._peer, needs.total):
             self._memory.press()
-        try:
-            timeout_s = TRAINING_ROOM_TIMEOUT_S if training else ROOM_TIMEOUT_S
-            await pool.allocate_or_wait(self, self._peer, needs.total, timeout_s)
-        except MemoryFull:
-            self._memory.note_refused()
-            raise
+            try:
+                timeout_s = TRAINING_ROOM_TIMEOUT_S if training else ROOM_TIMEOUT_S
+                await pool.allocate_or_wait(self, self._peer, needs.total, timeout_s)
+            except MemoryFull:
+                self._memory.note_refused()
+                raise
         self._charged = needs
         self._memory.charge(needs, 1)
         since = asyncio.get_running_loop().time()
