@@ -123,7 +123,7 @@ def first_finding(hops: Sequence[ClaimingHop]) -> Finding | None:
     Args:
         hops: in the order of the route.
     """
-    if not any([hop.claims.open for hop in hops]):
+    if not any(hop.claims.open for hop in hops):
         return None
     checked: float = math.inf
     for index, hop in enumerate(hops):
