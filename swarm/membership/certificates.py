@@ -1,6 +1,6 @@
 """A certificate: the authority's statement that the owner of a key is a member of the private swarm until a given day.
 
-A certificate is not a secret. A member proves that it is its own by a signature with the key that the certificate names
+A certificate is not a secret. A member proves that the certificate is its own with a signature by the key that it names
 (`swarm.membership.membership`).
 """
 

@@ -2,9 +2,9 @@
 
 There is at most one record for a key and owner, and the one that expires later wins. An owner has few records; beyond
 them, its own records give way. A key has few enough that all of them fit into one answer, and the node has a limit too;
-beyond these, `Standing` decides which owners are kept: of
-some that are drawn, the last gives way. Records are counted, not weighed: their size is bounded, and by
-weight a few large records could take the room of many small ones.
+beyond these, a few records are drawn, and the one whose owner has the least standing gives way (`Standing`). Records
+are counted, not weighed: their size is bounded, and by weight a few large records could take the room of many small
+ones.
 """
 
 from __future__ import annotations
