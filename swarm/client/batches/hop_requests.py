@@ -19,10 +19,10 @@ from swarm.client.wire.adapter_upload import AdapterUpload, PackedAdapter, Uploa
 from swarm.client.wire.packed_hidden import PackedHidden
 from swarm.client.wire.reply_checks import (
     OutputShape,
+    ReplyDeadline,
     describe_hop,
     initial_estimate,
     parse_reply,
-    reply_deadline,
     unexpected_reply,
     validate_gradients,
     validate_outputs,
@@ -213,7 +213,7 @@ class HopRequester:
     async def _exchange(self, request: _HopRequest, seconds: float) -> Frame:
         peer_id = request.hop.server.peer_id
         try:
-            async with reply_deadline(request.hop, seconds + request.upload.upload_timeout(request.hop)):
+            async with ReplyDeadline(request.hop, seconds + request.upload.upload_timeout(request.hop)):
                 return await self._pool.exchange(peer_id, request.send)
         except PeerLost:
             self.ledger.forget(peer_id)

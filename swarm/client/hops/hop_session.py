@@ -20,10 +20,10 @@ from swarm.client.hops.session_constants import SessionContext
 from swarm.client.wire.packed_hidden import PackedHidden
 from swarm.client.wire.reply_checks import (
     OutputShape,
+    ReplyDeadline,
     describe_hop,
     initial_estimate,
     parse_reply,
-    reply_deadline,
     unexpected_reply,
     validate_left,
     validate_outputs,
@@ -131,7 +131,7 @@ class HopSession:
             early_exits=self._context.early_exits,
         )
         began = time.perf_counter()
-        async with reply_deadline(self.hop, min(OPEN_TIMEOUT_S, options.timeout) + adapter.upload_timeout(self.hop)):
+        async with ReplyDeadline(self.hop, min(OPEN_TIMEOUT_S, options.timeout) + adapter.upload_timeout(self.hop)):
             stream = await self._stream.connect()
             frame = await adapter.request(stream, self.hop, request, b"", 0)
         reply = parse_reply(self.hop, frame)

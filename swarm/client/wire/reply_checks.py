@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
+from types import TracebackType
 
 import torch
 
@@ -62,16 +62,33 @@ class OutputShape:
         return self.tokens * self.hidden_size
 
 
-@asynccontextmanager
-async def reply_deadline(hop: Hop, seconds: float) -> AsyncIterator[None]:
-    """Limit an exchange with a server to `seconds`. Raises `PeerTimeout` or `PeerLost`, which name the hop."""
-    try:
-        async with asyncio.timeout(seconds):
-            yield
-    except TimeoutError:
-        raise PeerTimeout(f"{describe_hop(hop)} did not answer within {seconds:.1f} s") from None
-    except PeerLost as error:
-        raise PeerLost(f"{describe_hop(hop)} is gone: {error}") from None
+class ReplyDeadline:
+    """Limits an exchange with a server to some seconds. Raises `PeerTimeout` or `PeerLost`, which name the hop.
+
+    Not made by `asynccontextmanager`: on Python 3.13, the frames of that keep an error of the exchange in a cycle,
+    and with it all that the session knows.
+    """
+
+    def __init__(self, hop: Hop, seconds: float) -> None:
+        self._hop = hop
+        self._seconds = seconds
+        self._timeout = asyncio.timeout(seconds)
+
+    async def __aenter__(self) -> None:
+        await self._timeout.__aenter__()
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        is_late = isinstance(error, TimeoutError)
+        try:
+            await self._timeout.__aexit__(kind, error, traceback)
+        except TimeoutError:
+            is_late = True
+        if is_late:
+            raise PeerTimeout(f"{describe_hop(self._hop)} did not answer within {self._seconds:.1f} s") from None
+        if isinstance(error, PeerLost):
+            raise PeerLost(f"{describe_hop(self._hop)} is gone: {error}") from None
 
 
 def parse_reply(hop: Hop, frame: Frame) -> messages.ServerMessage:

@@ -18,7 +18,7 @@ from swarm.models.tokenizers.tokenizer import load_tokenizer
 from tests.swarms import run_client, run_swarm
 from tests.waiting import wait_until
 
-STORIES = Path(__file__).resolve().parents[4] / "shared" / "models" / "stories260K-hf"
+STORIES = Path(__file__).resolve().parents[5] / "shared" / "models" / "stories260K-hf"
 """A model of short stories with five blocks. It lies beside the checkout on machines that have it."""
 
 NEW = 48
