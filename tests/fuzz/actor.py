@@ -211,7 +211,8 @@ class Actor:
     async def _give_up(self, session: SessionTalk) -> None:
         model, talk = session.model, session.talk
         first = self._random.choice((model.next_step, max(0, model.next_step - 1), integer(self._random)))
-        end = first + self._random.choice((0, 1, 2)) if self._random.random() < 0.8 else integer(self._random)
+        near = min(first + self._random.choice((0, 1, 2)), (1 << 64) - 1)  # a header holds no more
+        end = near if self._random.random() < 0.8 else integer(self._random)
         message = messages.GiveUp(first, end)
         await session.tell(message)
         if not talk.is_over:

@@ -15,6 +15,8 @@ STALL_ALLOWANCE_S = 2.0
 TIMEOUT_FACTOR = 4.0
 """How many times longer than expected a reply may take."""
 
+FIRST_ANSWER_S = 0.1
+"""A first answer that comes sooner counts as this: later ones of a healthy server may take a little longer."""
 
 SPREAD_FACTOR = 4.0
 """Deviations from the usual time that are not worth noticing (RFC 6298)."""
@@ -45,6 +47,7 @@ class TimeoutEstimator:
         self._short = _UsualTime(step, step / 2)
         self._token = self._quickest_token = token
         self._limit = limit
+        self._has_answered = False
         self._shapes: dict[int, _UsualTime] = {}
 
     def observe(self, seconds: float, tokens: int) -> None:
@@ -54,7 +57,7 @@ class TimeoutEstimator:
             self._token += (measured - self._token) / 2
             self._quickest_token = min(self._quickest_token, seconds / tokens)
         else:
-            self._short.observe(seconds)
+            self._observe_short(seconds)
         shape = self._shapes.get(tokens.bit_length())
         if shape is None:
             self._shapes[tokens.bit_length()] = _UsualTime(seconds, seconds / 2)
@@ -82,6 +85,16 @@ class TimeoutEstimator:
         """How many times longer than usual an answer took; 1 if there is nothing to compare with."""
         shape = self._shapes.get(tokens.bit_length())
         return seconds / shape.smoothed if shape is not None and shape.smoothed > 0 else 1.0
+
+    def _observe_short(self, seconds: float) -> None:
+        """Learn from a step of one token. What a server announced counts no longer once it has answered sooner: else
+        one that announces very slow steps could answer quickly at first, and then not at all for a minute."""
+        first = max(seconds, FIRST_ANSWER_S)
+        if not self._has_answered and first < self._short.smoothed:
+            self._short = _UsualTime(first, first / 2)
+        else:
+            self._short.observe(seconds)
+        self._has_answered = True
 
     def _patience(self, tokens: int) -> float:
         expected = self._short.smoothed + SPREAD_FACTOR * self._short.deviation + max(0, tokens - 1) * self._token

@@ -25,6 +25,17 @@ def test_steady_answers_shorten_it_down_to_a_stall():
     assert STALL_ALLOWANCE_S < patience.timeout(1) < STALL_ALLOWANCE_S + 0.5
 
 
+def test_a_slow_announcement_counts_only_until_the_first_answer():
+    """A server could hang for a minute after each quick answer, however many other servers there are."""
+    patience = TimeoutEstimator(4000.0, 4000.0, 60.0)
+    assert patience.timeout(1) == 60.0
+    patience.observe(0.01, 1)
+    assert patience.timeout(1) < STALL_ALLOWANCE_S + 1.3
+    slow = TimeoutEstimator(4000.0, 4000.0, 60.0)
+    slow.observe(3.0, 1)
+    assert slow.timeout(1) >= STALL_ALLOWANCE_S + TIMEOUT_FACTOR * 3.0
+
+
 def test_a_server_that_varies_gets_more():
     steady, varying = TimeoutEstimator(1.0, 0.01, 60.0), TimeoutEstimator(1.0, 0.01, 60.0)
     for number in range(100):
