@@ -63,7 +63,9 @@ class SessionTalk:
             self.model.note_replay(message, payload)
 
     async def tell(self, message: Any) -> None:
-        """Send a message that is not answered."""
+        """Send a message that is not answered. Nothing is sent if the server has ended the stream before."""
+        if self.talk.is_over:
+            return
         answers = await self.talk.ask(message)
         if (decode(message) is None) != self.talk.is_over and not refusals(answers):
             raise Violation(
