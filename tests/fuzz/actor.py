@@ -17,7 +17,7 @@ from swarm.protocol.adapter_encoding import pack_adapters
 from swarm.transport.p2p import Peer
 from tests.fuzz.attackers import Talk, refusals, short
 from tests.fuzz.kinds import Violation
-from tests.fuzz.mutations import integer, mutated
+from tests.fuzz.mutations import INTEGERS, integer, mutated
 from tests.fuzz.session_model import BUSY, NO_FORMAT, SILENT, TOKENS, SessionModel, decode
 from tests.fuzz.session_talk import SessionTalk
 from tests.fuzz.targets import HIDDEN_SIZE, ServerTarget
@@ -211,7 +211,7 @@ class Actor:
     async def _give_up(self, session: SessionTalk) -> None:
         model, talk = session.model, session.talk
         first = self._random.choice((model.next_step, max(0, model.next_step - 1), integer(self._random)))
-        near = min(first + self._random.choice((0, 1, 2)), (1 << 64) - 1)  # a header holds no more
+        near = min(first + self._random.choice((0, 1, 2)), INTEGERS[-1])
         end = near if self._random.random() < 0.8 else integer(self._random)
         message = messages.GiveUp(first, end)
         await session.tell(message)

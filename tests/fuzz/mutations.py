@@ -21,7 +21,7 @@ MAX_BYTES = 4096
 def integer(random: random.Random, *near: int) -> int:
     """A boundary, or something close to one of the values that would be right."""
     if near and random.random() < 0.5:
-        return random.choice(near) + random.choice((-2, -1, 0, 1, 2))
+        return min(max(random.choice(near) + random.choice((-2, -1, 0, 1, 2)), INTEGERS[0]), INTEGERS[-1])
     return random.choice(INTEGERS)
 
 
