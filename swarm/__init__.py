@@ -15,6 +15,7 @@ if TYPE_CHECKING:
         AutoModelForPromptTuning,
     )
     from swarm.client.tuning.options import TuningOptions
+    from swarm.ring.starter.handle import Ring
 
 __all__ = [
     "AutoDistributedModelForCausalLM",
@@ -22,6 +23,7 @@ __all__ = [
     "AutoModelForPromptTuning",
     "EarlyExit",
     "NetworkOptions",
+    "Ring",
     "TuningOptions",
     "__version__",
 ]
@@ -33,6 +35,10 @@ def __getattr__(name: str) -> Any:
         from swarm.client.early_exit.options import EarlyExit
 
         return EarlyExit
+    if name == "Ring":
+        from swarm.ring.starter.handle import Ring
+
+        return Ring
     if name in __all__:
         from swarm.client.model import auto_model as model
 

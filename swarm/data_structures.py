@@ -88,6 +88,26 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True)
+class Whereabouts:
+    """The ways to one peer. All addresses are multiaddresses that do not name the peer itself.
+
+    Attributes:
+        addresses: for everybody, directly or through a relay, in the order in which they should be tried.
+        lan_addresses: for peers in the same network.
+        outer_host: IP address under which the peer's network is seen from outside; empty if it is not known.
+    """
+
+    addresses: tuple[str, ...] = ()
+    lan_addresses: tuple[str, ...] = ()
+    outer_host: str = ""
+
+    def seen_from(self, outer_host: str) -> tuple[str, ...]:
+        """The addresses for a peer whose own network is seen as `outer_host`; empty if that is not known."""
+        same_network = bool(outer_host) and outer_host == self.outer_host
+        return (self.lan_addresses if same_network else ()) + self.addresses
+
+
+@dataclass(frozen=True, slots=True)
 class ServerInfo:
     """What one server announces about itself, after validation (see `swarm.dht.server_records`).
 
@@ -108,7 +128,10 @@ class ServerInfo:
         queue_delay: seconds that recent steps waited for its compute thread.
         round_trips: (peer id, seconds) for servers that hold the blocks after its own, as it measured them.
         mobility: whether it would move to other blocks.
-        relayed: whether other peers can reach it only through a relay (see `swarm.dht.reachability`).
+        relayed: whether other peers can reach it only through relays (see `swarm.transport.reach`).
+        whereabouts: where it can be dialed; no addresses where libp2p finds it by itself, as on one machine.
+        relayed_peers: how many peers behind routers may hold a place at it; 0 if it does not relay.
+        shares_weights: whether other peers can get the model's weights from it (see `swarm.shared_weights`).
         adapters: names of the adapters that every client may use on this server.
         sparse: whether it computes a token with some neurons of its feed-forward layers only, which is approximate.
         perplexity_loss: how much that raises the perplexity, relative to all neurons, as it measured; None if it is not
@@ -134,6 +157,9 @@ class ServerInfo:
     round_trips: tuple[tuple[str, float], ...] = ()
     mobility: Mobility = Mobility.FREE
     relayed: bool = False
+    whereabouts: Whereabouts = Whereabouts()
+    relayed_peers: int = 0
+    shares_weights: bool = False
     adapters: tuple[str, ...] = ()
     sparse: bool = False
     perplexity_loss: float | None = None

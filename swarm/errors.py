@@ -25,6 +25,10 @@ class ModelNotFound(UsageError):
     """The model is neither a local folder with a checkpoint nor a repository on the hub that can be reached."""
 
 
+class HubUnreachable(ModelNotFound):
+    """The model is not on this machine, and the model hub does not answer."""
+
+
 class NoExitClassifiers(UsageError):
     """None of the model's exit classifiers is for a block at which a server of the route begins."""
 
@@ -62,7 +66,11 @@ class NotEnoughMemory(UsageError):
 
 
 class NotEnoughSpace(UsageError):
-    """The drive has not enough free space for the packed files of the requested blocks."""
+    """The drive has not enough free space for packed files, or for weights that are to be received."""
+
+
+class WeightsUnavailable(UsageError):
+    """The weights cannot be had: no peer shares them, none that is trusted, or they cannot be stored here."""
 
 
 class PackedFileError(UsageError):
@@ -103,6 +111,30 @@ class KeyFileError(UsageError):
 
 class MembershipError(UsageError):
     """An invite or an authority's file cannot be used, or the swarm does not accept this peer as a member."""
+
+
+class WorkerLineError(UsageError):
+    """A text is not the line that `swarm worker` prints, or the worker that printed it cannot be used like this."""
+
+
+class PartitionError(UsageError):
+    """A partition does not fit the model or the workers: wrong numbers, or blocks that a device cannot hold."""
+
+
+class RingFileError(UsageError):
+    """The file that describes a ring cannot be used."""
+
+
+class FolderInUse(UsageError):
+    """Another process of this machine uses the folder of this worker, or of this starter."""
+
+
+class WorkerUnreachable(UsageError):
+    """A worker of the ring does not answer."""
+
+
+class WorkerFailed(SwarmError):
+    """A worker could not do what its starter gave it: the message is the worker's own reason."""
 
 
 class MissingBlocks(SwarmError):
@@ -152,6 +184,12 @@ class PeerTimeout(PeerLost):
     """The peer did not answer in time; it may still be running."""
 
     code = "peer_timeout"
+
+
+class DialerBusy(PeerLost):
+    """A peer was not dialed, because all daemons were busy with others. It says nothing about that peer."""
+
+    code = "dialer_busy"
 
 
 class ProtocolViolation(RemoteError):
@@ -280,6 +318,36 @@ class MembershipNotProven(NotAMember):
     code = "membership_not_proven"
 
 
+class PairingRefused(RequestRefused):
+    """A worker does not take this peer as its starter. The subclass says why."""
+
+    code = "pairing_refused"
+
+
+class WrongSecret(PairingRefused):
+    """The starter does not know the worker's pairing secret: copy the line that the worker prints now."""
+
+    code = "wrong_secret"
+
+
+class PairedWithAnother(PairingRefused):
+    """The worker has another starter: end the pairing there, or have the worker forget it."""
+
+    code = "paired_with_another"
+
+
+class RelayRefused(RequestRefused):
+    """A relay grants this peer no place."""
+
+    code = "relay_refused"
+
+
+class WeightsNotShared(RequestRefused):
+    """This peer does not share the weights that were asked for."""
+
+    code = "weights_not_shared"
+
+
 class ServerFault(RemoteError):
     """A server could not carry out a valid request: the server is at fault."""
 
@@ -308,6 +376,18 @@ class DriveFailed(ServerFault):
     """The server could not read weights from its drive, or not in time."""
 
     code = "drive_failed"
+
+
+class TooManyDownloads(ServerFault):
+    """So many others receive weights from this peer that there is no room for one more; ask another, or later."""
+
+    code = "too_many_downloads"
+
+
+class WeightsNotReady(ServerFault):
+    """This peer is still reading the weights that it shares; ask again later."""
+
+    code = "weights_not_ready"
 
 
 class ServerClosing(ServerFault):

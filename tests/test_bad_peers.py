@@ -258,6 +258,7 @@ def test_a_forged_announcement(
     assert not banned(bystander)
 
 
+@pytest.mark.slow
 def test_an_announcement_that_expires(swarm: TestSwarm, bystander: Any, forger: Forger) -> None:
     [honest] = [info for info in bystander.swarm.servers() if info.span == Span(4, 8)]
     good = [server.peer_id for server in swarm.working()]
@@ -291,6 +292,7 @@ def server_of(bystander: Any, server: ServerProcess) -> ServerInfo:
     return info
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("close_streams", [False, True], ids=["at once", "one after the other, never closed"])
 def test_a_client_that_opens_a_thousand_sessions(
     swarm: TestSwarm, bystander: Any, prompt: torch.Tensor, expected: list[int], close_streams: bool

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarm.data_structures import Hop, HopTiming, Route, ServerInfo, ServerState, Span, StepLayout
+from swarm.data_structures import Hop, HopTiming, Route, ServerInfo, ServerState, Span, StepLayout, Whereabouts
 from swarm.errors import InvalidSpan
 
 SERVER = ServerInfo(
@@ -59,3 +59,17 @@ def test_what_rooms_share_cannot_be_changed(value):
     name = dataclasses.fields(value)[0].name
     with pytest.raises(dataclasses.FrozenInstanceError):
         setattr(value, name, getattr(value, name))
+
+
+texts = st.lists(st.text(max_size=8), max_size=4).map(tuple)
+hosts = st.sampled_from(["", "81.2.69.142", "8.8.8.8"])
+
+
+@given(texts, texts, hosts, hosts)
+def test_addresses_of_the_local_network_are_for_those_only_who_are_known_to_be_in_it(everywhere, lan, theirs, ours):
+    seen = Whereabouts(everywhere, lan, theirs).seen_from(ours)
+    assert seen == ((*lan, *everywhere) if ours and ours == theirs else everywhere)
+
+
+def test_who_has_announced_nothing_is_nowhere():
+    assert Whereabouts().seen_from("") == Whereabouts().seen_from("8.8.8.8") == ()

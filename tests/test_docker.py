@@ -179,6 +179,7 @@ NOT_HAPPENED = {
 """What the dashboard shows and a swarm that is well has none of, and early exit, which gateways do not use."""
 
 
+@pytest.mark.slow
 def test_every_command_runs_without_docker():
     command = [sys.executable, "-m", "scripts.compose_without_docker"]
     script = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

@@ -245,6 +245,7 @@ def test_a_server_that_drips_is_left(swarm: TestSwarm, prompt: torch.Tensor, exp
     assert victim.peer_id not in routes[0]
 
 
+@pytest.mark.slow
 def test_a_session_waits_for_blocks_that_nobody_holds(
     swarm: TestSwarm, model: Any, prompt: torch.Tensor, expected: list[int], caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -131,6 +131,7 @@ def remote_gradients(
     return torch.autograd.grad(loss_of(model, hidden, ids, mask), [hidden, *adapter.tensors])
 
 
+@pytest.mark.slow
 def test_a_batch_goes_several_ways_and_its_gradient_is_the_same(model: Any, local: Any) -> None:
     ids, mask = batch(rows=16, tokens=60)
     counts = mask.sum(1).tolist()
@@ -425,6 +426,7 @@ def test_a_session_keeps_its_adapter_when_servers_are_killed(folder: Path, local
         assert model.generate(prompt, max_new_tokens=16, do_sample=False).tolist() == texts(local, adapter, prompt, 16)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "wire", "most"),
     slow_except(

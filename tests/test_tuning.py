@@ -281,6 +281,7 @@ def test_classification_with_lora_pools_the_last_real_token(family_swarm: TestSw
 # What does not depend on the family.
 
 
+@pytest.mark.slow
 def test_a_row_with_padding_on_the_left_is_what_it_is_alone(llamas: TestSwarm) -> None:
     longest = max(map(len, PROMPTS))
     tokens = torch.tensor([[0] * (longest - len(row)) + row for row in PROMPTS])
@@ -497,6 +498,7 @@ def losses(run: Trainer) -> list[float]:
     return [entry["loss"] for entry in run.state.log_history if "loss" in entry]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("fresh_accelerate")
 def test_trainer_gives_the_losses_of_the_local_run_and_resumes(llamas: TestSwarm, tmp_path: Path) -> None:
     config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False, task_type="CAUSAL_LM")

@@ -51,6 +51,7 @@ def test_the_default_changes_the_perplexity_over_real_servers_by_less_than_half_
     assert damage.divergence > 1e-6, "nothing was rounded"
 
 
+@pytest.mark.slow
 def test_the_demo_model_keeps_the_rule_of_its_family(windows) -> None:
     """In one process, as the calibration measures: 8 bits, three hops, and channels that stand out."""
     exact = log_probabilities(load_local_model(DEMO_FOLDER), windows[:, :-1])

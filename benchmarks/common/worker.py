@@ -41,6 +41,8 @@ class Worker:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+        finally:
+            cast(IO[str], self._process.stdout).close()
 
 
 @contextmanager

@@ -1,14 +1,15 @@
-"""Memory of each device of a ring, and its tokens/s with one lane per device, relative to the model on one device.
+"""Memory of each device of a ring that its starter sets up, and its tokens/s, relative to the model on one device.
 
     python -m benchmarks.decoding.memory [--model nano tinyllama] [--dtype bfloat16] [--tokens 32] [--repeats 3]
         [--json FILE]
 
-The partitions are those of MDI-LLM's tables I and II: the starter is a client that runs the first blocks itself; the
-secondaries are servers. Every device is a process with one torch thread (and a libp2p daemon, which is counted). The
-weights are random.
+The partitions are those of MDI-LLM's tables I and II. The starter (`swarm.Ring`) is the only one that can read the
+model; each worker (`swarm worker`) is a process in an empty folder, and gets its weights from the starter. A worker's
+memory is that of all its processes: the one that waits, the server, and their libp2p daemons. Every process has one
+torch thread. There are as many texts as devices, each in a lane of its own. The weights are random. The tokens have to
+be those of the model on one device.
 
-The peak includes pages of the checkpoint's files that are read one block at a time (a client compares the digests of
-all blocks).
+Memory is what is resident while texts are written, where pages that several processes share count once (PSS).
 """
 
 from __future__ import annotations
@@ -18,12 +19,16 @@ import gc
 import itertools
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +39,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from benchmarks.common import machine
 from benchmarks.common.tables import spread
 from benchmarks.decoding.chain import seconds_per_token
-from swarm import AutoDistributedModelForCausalLM
-from swarm.cli.local_swarm import LocalSwarm
+from swarm import Ring
 from swarm.common.dtypes import HIDDEN_DTYPES
 from swarm.models.checkpoints.checkpoint import open_checkpoint
 from swarm.models.checkpoints.footprint import memory_footprint
@@ -60,33 +64,37 @@ PAPER = {
 }
 """GB of RAM and VRAM that the paper measured on Jetson boards, fp32."""
 
-TEXTS, PROMPT = 3, 1
-"""As in the paper: three texts with a prompt of one token each."""
+PROMPT = 1
+"""Tokens of each prompt, as in the paper."""
 
+MOST_TEXTS = max(len(blocks) for rings in RINGS.values() for blocks in rings)
 MEGA = 1e6
 
 
 @dataclass
 class Device:
-    """Memory in bytes: peak resident, resident during generation, and what the model itself takes."""
+    """Memory in bytes: resident during generation, and what the model itself takes."""
 
-    peak: int
-    steady: int
+    resident: int
     model: int
 
 
 @dataclass
-class Ring:
+class MeasuredRing:
     """One partition.
 
     Attributes:
         blocks: of each device; one entry for the whole model on one device.
         rates: tokens/s of all texts together, by repeat.
+        same: whether the tokens are those of the model on one device.
+        start: seconds from the starter's first line until all workers serve; None on one device.
     """
 
     blocks: tuple[int, ...]
     devices: list[Device] = field(default_factory=list)
     rates: list[float] = field(default_factory=list)
+    same: bool = True
+    start: float | None = None
 
 
 def make_model(name: str, dtype: str, folder: Path) -> Path:
@@ -101,130 +109,183 @@ def make_model(name: str, dtype: str, folder: Path) -> Path:
     return folder / name
 
 
-def write(model: Any, tokens: int, **settings: Any) -> torch.Tensor:
-    """Generate three texts greedily."""
-    prompt = torch.arange(5, 5 + TEXTS).view(TEXTS, PROMPT)
-    return model.generate(prompt, max_new_tokens=tokens, do_sample=False, **settings)
+def prompts(texts: int) -> torch.Tensor:
+    """A token for each text."""
+    return torch.arange(5, 5 + texts).view(texts, PROMPT)
 
 
-def measured(run: Any, tokens: int, repeats: int) -> dict[str, Any]:
-    """Tokens/s by repetition, and this process's memory."""
-    run(4)  # warms up
-    rates = [TEXTS / seconds_per_token(run, tokens) for _ in range(repeats)]
-    return {"rates": rates, "peak": peak(os.getpid()), "steady": steady(os.getpid())}
+def measured(run: Callable[[int], torch.Tensor], texts: int, tokens: int, repeats: int) -> dict[str, Any]:
+    """The tokens, tokens/s by repetition, and this process's memory."""
+    written = run(tokens)  # warms up
+    rates = [texts / seconds_per_token(run, tokens) for _ in range(repeats)]
+    return {"tokens": written.tolist(), "rates": rates, "resident": resident(os.getpid())}
 
 
 def alone(path: Path, dtype: str, tokens: int, repeats: int) -> dict[str, Any]:
     """Run the whole model in this process, one text after the other."""
     model = AutoModelForCausalLM.from_pretrained(path, dtype=HIDDEN_DTYPES[dtype])
 
-    def run(count: int) -> None:
-        for first in range(TEXTS):
-            prompt = torch.tensor([[5 + first]])
-            model.generate(prompt, max_new_tokens=count, do_sample=False)
+    def run(count: int) -> torch.Tensor:
+        written = [model.generate(one[None], max_new_tokens=count, do_sample=False) for one in prompts(MOST_TEXTS)]
+        return torch.cat(written)
 
-    return measured(run, tokens, repeats)
+    return measured(run, MOST_TEXTS, tokens, repeats)
 
 
-def starter(path: Path, dtype: str, blocks: int, address: str, tokens: int, repeats: int, lanes: int) -> dict[str, Any]:
-    """Run the first blocks in this process and the rest in the swarm at `address`."""
-    model: Any = AutoDistributedModelForCausalLM.from_pretrained(
-        path, initial_peers=[address], dtype=dtype, local_blocks=blocks, wire="none"
+def starter(path: Path, dtype: str, partition: str, tokens: int, repeats: int, folder: Path, lines: list[str]) -> None:
+    """Be the starter of a ring of these workers, and tell how it was."""
+    texts, began = partition.count("+") + 1, time.monotonic()
+    ring = Ring(
+        path,
+        lines,
+        partition,
+        dtype=dtype,
+        cache_tokens=1024,
+        threads=1,
+        folder=folder,
+        host_maddrs=["/ip4/127.0.0.1/tcp/0"],
+        wire="none",
+    )
+    with ring:
+        start = time.monotonic() - began
+
+        def run(count: int) -> torch.Tensor:
+            return ring.model.generate(prompts(texts), max_new_tokens=count, do_sample=False, lanes=texts)
+
+        tell({"start": start, **measured(run, texts, tokens, repeats)})  # while the workers serve
+
+
+@contextmanager
+def running_worker(folder: Path) -> Iterator[tuple[str, int]]:
+    """`swarm worker` in an empty folder, without a hub and without a home: its line, and its process id."""
+    folder.mkdir(parents=True)
+    command = [sys.executable, "-m", "swarm.cli.worker", "--folder", str(folder), "--threads", "1"]
+    environment = {**os.environ, "HOME": str(folder), "XDG_CACHE_HOME": str(folder / "cache"), "HF_HUB_OFFLINE": "1"}
+    environment["PYTHONPATH"] = str(Path(__file__).parents[2])
+    listening = ["--host-maddrs", "/ip4/127.0.0.1/tcp/0"]
+    process = subprocess.Popen(
+        [*command, *listening], cwd=folder, env=environment, stdout=subprocess.PIPE, text=True, bufsize=1
     )
     try:
-        return measured(partial(write, model, lanes=lanes), tokens, repeats)
+        assert process.stdout is not None
+        line = next((one.strip() for one in process.stdout if one.startswith("swarm-worker:")), None)
+        if line is None:
+            raise RuntimeError("the worker ended before it printed its line")
+        threading.Thread(target=process.stdout.read, daemon=True).start()  # so that it never waits for its reader
+        yield line, process.pid
     finally:
-        model.swarm.close()
+        process.send_signal(signal.SIGINT)
+        try:
+            process.wait(60)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
 
 
-def peak(pid: int) -> int:
-    """Peak resident memory of a process and its libp2p daemon."""
-    return sum(_status(one, "VmHWM") for one in _family(pid))
+def resident(pid: int) -> int:
+    """Resident memory of a process and those that it has started; what they share counts once."""
+    return sum(
+        _shared_once(one) for one in (pid, *(child.pid for child in psutil.Process(pid).children(recursive=True)))
+    )
 
 
-def steady(pid: int) -> int:
-    """Current resident memory."""
-    return sum(_status(one, "VmRSS") for one in _family(pid))
+def _shared_once(pid: int) -> int:
+    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("Pss:"))
 
 
-def _family(pid: int) -> list[int]:
-    return [pid, *(child.pid for child in psutil.Process(pid).children() if "p2pd" in child.name())]
+def in_a_process(*arguments: object, until: Callable[[], object] = lambda: None) -> dict[str, Any]:
+    """Run a part of this benchmark as a separate process, so that its memory can be measured alone.
 
-
-def _status(pid: int, name: str) -> int:
-    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(name))
-
-
-def in_a_process(*arguments: object) -> dict[str, Any]:
-    """Run a part of this benchmark as a separate process, so that its memory can be measured alone."""
+    Args:
+        until: called when the process has its result, before it ends.
+    """
     command = [sys.executable, "-m", "benchmarks.decoding.memory", "--part", *map(str, arguments)]
-    output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
-    return json.loads(output.splitlines()[-1])
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        result = next((line for line in process.stdout if line.startswith("{")), None)
+        if result is None:
+            raise RuntimeError(f"part {arguments[0]} gave no result")
+        until()
+        process.stdin.close()
+        process.stdout.read()
+    return json.loads(result)
 
 
 def bytes_of(path: Path, dtype: str, tokens: int) -> tuple[list[int], int]:
     """Of each block with the cache of all texts, and of embeddings, norm and head."""
     checkpoint = open_checkpoint(path)
     prints = memory_footprint(checkpoint, HIDDEN_DTYPES[dtype])
-    blocks = [prints.span_bytes(block, block + 1, TEXTS * (PROMPT + tokens)) for block in range(checkpoint.blocks)]
+    cached = MOST_TEXTS * (PROMPT + tokens)
+    blocks = [prints.span_bytes(block, block + 1, cached) for block in range(checkpoint.blocks)]
     heads = sum(tensor.numel() for _, tensor in checkpoint.read_tensors(checkpoint.is_client_tensor))
     return blocks, heads * HIDDEN_DTYPES[dtype].itemsize
 
 
-def measure_ring(path: Path, dtype: str, blocks: tuple[int, ...], tokens: int, repeats: int) -> Ring:
-    """Start the secondaries, and run the starter."""
-    ring = Ring(blocks)
+def measure_ring(
+    path: Path, dtype: str, blocks: tuple[int, ...], tokens: int, repeats: int, expected: list[list[int]]
+) -> MeasuredRing:
+    """Start the workers, and the starter."""
+    ring = MeasuredRing(blocks)
     of_block, heads = bytes_of(path, dtype, tokens)
     edges = [sum(blocks[:device]) for device in range(len(blocks) + 1)]
     sizes = [sum(of_block[start:end]) for start, end in itertools.pairwise(edges)]
-    spans = [f"{start}:{end}" for start, end in itertools.pairwise(edges[1:])]
-    options = ("--threads", "1", "--throughput", "100", "--dtype", dtype)
-    with LocalSwarm(str(path), spans, options=options) as swarm:
-        found = in_a_process("starter", path, dtype, blocks[0], swarm.address, tokens, repeats, len(blocks))
-        ring.rates = found["rates"]
-        ring.devices.append(Device(found["peak"], found["steady"], sizes[0] + heads))
-        for server, size in zip(swarm.servers, sizes[1:], strict=True):
-            ring.devices.append(Device(peak(server.pid), steady(server.pid), size))
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        root = Path(folder)
+        workers = [stack.enter_context(running_worker(root / str(number))) for number in range(1, len(blocks))]
+        lines = [line for line, _ in workers]
+
+        def look_at_workers() -> None:
+            ring.devices += [Device(resident(pid), 0) for _, pid in workers]
+
+        partition = "+".join(map(str, blocks))
+        arguments = ("starter", path, dtype, partition, tokens, repeats, root / "starter", *lines)
+        found = in_a_process(*arguments, until=look_at_workers)
+    ring.devices.insert(0, Device(found["resident"], heads))
+    for device, size in zip(ring.devices, sizes, strict=True):
+        device.model += size
+    ring.rates, ring.start = found["rates"], found["start"]
+    ring.same = found["tokens"] == expected[: len(blocks)]
     return ring
 
 
-def measure_alone(path: Path, dtype: str, tokens: int, repeats: int) -> Ring:
-    """Measure the whole model on one device."""
+def measure_alone(path: Path, dtype: str, tokens: int, repeats: int) -> tuple[MeasuredRing, list[list[int]]]:
+    """Measure the whole model on one device; also the tokens that it writes."""
     found = in_a_process("alone", path, dtype, tokens, repeats)
     of_block, heads = bytes_of(path, dtype, tokens)
     size = sum(of_block) + heads
-    return Ring((len(of_block),), [Device(found["peak"], found["steady"], size)], found["rates"])
+    device = Device(found["resident"], size)
+    return MeasuredRing((len(of_block),), [device], found["rates"]), found["tokens"]
 
 
 def empty() -> Device:
     """Memory of Python and the libraries alone."""
     found = in_a_process("empty")
-    return Device(found["peak"], found["steady"], 0)
+    return Device(found["resident"], 0)
 
 
-def table(name: str, dtype: str, rings: list[Ring], nothing: Device) -> str:
+def table(name: str, dtype: str, rings: list[MeasuredRing], nothing: Device) -> str:
     """Format the results in Markdown."""
     lines = [
-        f"{name}, {dtype}, {TEXTS} texts; MB a device, the starter's first; Python and the libraries alone take "
-        f"{nothing.peak / MEGA:.0f}",
+        f"{name}, {dtype}, as many texts as devices; MB a device, the starter's first; Python and the libraries alone "
+        f"take {nothing.resident / MEGA:.0f}",
         "",
-        "| devices | blocks | weights and cache | resident | peak | resident over one device's | paper, GB | tokens/s "
-        "| times one device |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+        "| devices | blocks | tokens | ready after, s | weights and cache | resident "
+        "| resident over one device's | paper, GB | tokens/s | times one device |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     whole = rings[0]
     for ring in rings:
-        share = max(device.steady for device in ring.devices) / whole.devices[0].steady
+        share = max(device.resident for device in ring.devices) / whole.devices[0].resident
         paper = PAPER.get((name, len(ring.devices)))
         ratios = [rate / statistics.median(whole.rates) for rate in ring.rates]
         columns = (
             str(len(ring.devices)),
             " + ".join(map(str, ring.blocks)),
-            *(
-                " + ".join(f"{getattr(d, what) / MEGA:.0f}" for d in ring.devices)
-                for what in ("model", "steady", "peak")
-            ),
+            "same" if ring.same else "OTHERS",
+            f"{ring.start:.1f}" if ring.start is not None else "",
+            *(" + ".join(f"{getattr(d, what) / MEGA:.0f}" for d in ring.devices) for what in ("model", "resident")),
             f"{share:.2f}",
             " + ".join(map(str, paper)) if paper else "does not fit",
             spread(ring.rates, 1),
@@ -235,17 +296,22 @@ def table(name: str, dtype: str, rings: list[Ring], nothing: Device) -> str:
 
 
 def run_part(part: list[str]) -> None:
-    """The main function of a process of this benchmark; the last line of its output is the result."""
+    """The main function of a process of this benchmark."""
     kind, *rest = part
     if kind == "starter":
-        path, dtype, blocks, address, tokens, repeats, lanes = rest
-        found = starter(Path(path), dtype, int(blocks), address, int(tokens), int(repeats), int(lanes))
+        path, dtype, partition, tokens, repeats, folder, *lines = rest
+        starter(Path(path), dtype, partition, int(tokens), int(repeats), Path(folder), lines)
     elif kind == "alone":
         path, dtype, tokens, repeats = rest
-        found = alone(Path(path), dtype, int(tokens), int(repeats))
+        tell(alone(Path(path), dtype, int(tokens), int(repeats)))
     else:
-        found = {"peak": peak(os.getpid()), "steady": steady(os.getpid())}
-    print(json.dumps(found))
+        tell({"resident": resident(os.getpid())})
+
+
+def tell(found: dict[str, Any]) -> None:
+    """Print a result, and wait until it was read and others were looked at."""
+    print(json.dumps(found), flush=True)
+    sys.stdin.read()
 
 
 def main() -> None:
@@ -264,14 +330,15 @@ def main() -> None:
         return
     about, nothing = machine.describe(), empty()
     print(", ".join(f"{name} {value}" for name, value in about.items()))
-    found: dict[str, list[Ring]] = {}
+    found: dict[str, list[MeasuredRing]] = {}
     for name in arguments.model:
         with tempfile.TemporaryDirectory() as folder:
             path = make_model(name, arguments.dtype, Path(folder))
             how = (path, arguments.dtype)
-            found[name] = [measure_alone(*how, arguments.tokens, arguments.repeats)]
+            whole, tokens = measure_alone(*how, arguments.tokens, arguments.repeats)
+            found[name] = [whole]
             for blocks in RINGS[name]:
-                found[name].append(measure_ring(*how, blocks, arguments.tokens, arguments.repeats))
+                found[name].append(measure_ring(*how, blocks, arguments.tokens, arguments.repeats, tokens))
         print("\n" + table(name, arguments.dtype, found[name], nothing), flush=True)
     if arguments.json:
         raw = {name: [asdict(ring) for ring in rings] for name, rings in found.items()}

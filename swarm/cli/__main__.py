@@ -14,6 +14,8 @@ COMMANDS = {
     "gateway": "swarm.gateway.__main__",
     "chat": "swarm.cli.chat.command",
     "doctor": "swarm.cli.doctor.command",
+    "worker": "swarm.cli.worker",
+    "ring": "swarm.cli.ring",
     "demo": "swarm.cli.demo",
     "plan": "swarm.cli.plan",
     "simulate": "swarm.cli.simulate",

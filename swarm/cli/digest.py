@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from swarm.common import console
 
+if TYPE_CHECKING:
+    from swarm.models.checkpoints.checkpoint import Checkpoint
+
 
 @click.command(name="digest")
 @click.argument("model", required=False)
 @click.option("--revision", help="Branch, tag or commit of a model from the hub.")
+@click.option(
+    "--for-peers",
+    is_flag=True,
+    help="Also the digests by which servers and clients take weights from other peers. Reads all weights.",
+)
 @click.option(
     "--output",
     type=click.Path(dir_okay=False, path_type=Path),
@@ -19,7 +28,7 @@ from swarm.common import console
 )
 @click.option("--cache-dir", type=click.Path(file_okay=False, path_type=Path), help="Folder for files from the hub.")
 @console.errors_to_exit_codes
-def main(model: str | None, revision: str | None, output: Path | None, cache_dir: Path | None) -> None:
+def main(model: str | None, revision: str | None, for_peers: bool, output: Path | None, cache_dir: Path | None) -> None:
     """Print a digest of each block's weights of MODEL: a local folder or a hub id, by default the demo model.
 
     A client that has the model's weights needs no such file. Give it to those who only have the config, the tokenizer
@@ -32,12 +41,30 @@ def main(model: str | None, revision: str | None, output: Path | None, cache_dir
     checkpoint = open_checkpoint(model, revision=revision, cache_dir=cache_dir)
     known = known_digests(checkpoint)
     digests = [known.by_block.get(block) for block in range(checkpoint.blocks)]
-    content = encode_digest_file(checkpoint.name, checkpoint.revision, digests)
+    parts = _part_digests(checkpoint) if for_peers else None
+    content = encode_digest_file(checkpoint.name, checkpoint.revision, digests, parts)
     if output is None:
         click.echo(content.decode(), nl=False)
         return
     write_digest_file(output, content)
     click.echo(f"Wrote the digests of {checkpoint.blocks} blocks of {checkpoint.name} to {output}.", err=True)
+
+
+def _part_digests(checkpoint: Checkpoint) -> dict[str, str]:
+    """The digests of all parts, of whose weights each byte is read. Raises `CheckpointError` if some are not here."""
+    from swarm.errors import CheckpointError
+    from swarm.shared_weights.checkpoint_parts import CheckpointParts
+    from swarm.shared_weights.manifest import all_parts
+
+    parts = CheckpointParts.of(checkpoint)
+    missing = [part for part in all_parts(checkpoint.blocks) if part not in parts.held]
+    if missing:
+        raise CheckpointError(
+            f"part {missing[0]} of {checkpoint.name} is not on this machine, so it cannot be read: download the whole "
+            "model, or leave --for-peers out"
+        )
+    with console.progress_bar("Reading", parts.size_bytes(parts.held), "B") as bar:
+        return parts.manifests(on_hashed=bar.update).digests
 
 
 if __name__ == "__main__":

@@ -21,7 +21,8 @@ class NetworkOptions:
         request_timeout: upper limit in seconds for one reply. Most timeouts are much shorter, because they are
             estimated from earlier replies.
         wait_for_blocks: seconds to wait for blocks that no server offers.
-        allowed_servers: peer ids of the servers that may be used; None allows all.
+        allowed_servers: peer ids of the servers that may be used; None allows all. A set may be changed meanwhile, and
+            counts as it is whenever the swarm's announcements are read.
         blocked_servers: peer ids of servers that are never used.
         push: let servers send their outputs directly to the next server instead of through this client.
         quant: use only servers whose weights have this form, or one of these forms: "none", "int8", "nf4" or "int4"

@@ -21,6 +21,9 @@ from swarm.models.execution.gradients import forward_with_graph
 from swarm.models.execution.session_cache import SessionCache
 from swarm.models.execution.span_model import SpanModel
 
+LocalBlocksOption = int | str | Span | None
+"""How a caller says which blocks the client computes itself."""
+
 
 def parse_local_blocks(value: Any, blocks: int) -> Span | None:
     """The blocks that the client computes itself.

@@ -11,9 +11,11 @@ import logging
 import math
 import os
 import re
+import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TextIO, TypeVar
@@ -85,6 +87,18 @@ def weight_options(function: F) -> F:
     return digests(first_use(function))
 
 
+def weights_from_option(function: F) -> F:
+    """Add `--weights-from`, for every command that has a client's part of a model."""
+    return click.option(
+        "--weights-from",
+        type=click.Choice(["auto", "hub", "peers"]),
+        default="auto",
+        help="Where config, tokenizer, embeddings and head come from: this machine or the hub, or servers that share "
+        "them. auto: from servers if the hub cannot be reached and it is known which weights to believe.  "
+        "[default: auto]",
+    )(function)
+
+
 def metrics_option(function: F) -> F:
     """Add `--metrics [HOST:]PORT`, for peers without a web server of their own; see `swarm.metrics.endpoint`."""
     return click.option(
@@ -95,24 +109,62 @@ def metrics_option(function: F) -> F:
     )(function)
 
 
+MAX_RELAYED_PEERS = 1 << 12
+"""Peers that one peer may relay for."""
+
+
+def _relay_option(context: click.Context, parameter: click.Parameter, value: str | None) -> bool | int | None:
+    """--relay on, off, or for how many peers; None if it is not given."""
+    if value is None or value in ("on", "off"):
+        return value == "on" if value is not None else None
+    if not re.fullmatch(r"[0-9]{1,4}", value) or int(value) > MAX_RELAYED_PEERS:
+        raise click.BadParameter(f"{value!r} is neither on nor off nor a number up to {MAX_RELAYED_PEERS}")
+    return int(value)
+
+
+def addresses_of_all_interfaces(port: int) -> tuple[str, ...]:
+    """Multiaddresses on which to listen to be reached from everywhere, also by IPv6 where this machine has it."""
+    found = [f"/ip4/0.0.0.0/tcp/{port}"]
+    with suppress(OSError), socket.socket(socket.AF_INET6) as probe:
+        probe.bind(("::", 0))
+        found.append(f"/ip6/::/tcp/{port}")
+    return tuple(found)
+
+
+def host_maddrs_option(default_port: int, explanation: str) -> Callable[[F], F]:
+    """The option --host-maddrs."""
+
+    def listen(context: click.Context, parameter: click.Parameter, value: tuple[str, ...]) -> tuple[str, ...]:
+        return value or addresses_of_all_interfaces(default_port)
+
+    port = f"port {default_port}" if default_port else "any free port"
+    return click.option(
+        "--host-maddrs",
+        multiple=True,
+        callback=listen,
+        metavar="ADDRESS...",
+        help=f"{explanation} Port 0 takes any free port.  [default: {port} of all interfaces]",
+    )
+
+
 def network_options(default_port: int) -> Callable[[F], F]:
     """Add the options of every peer that other peers can reach: addresses and identity."""
 
     def decorate(function: F) -> F:
         options = (
-            click.option(
-                "--host-maddrs",
-                multiple=True,
-                default=(f"/ip4/0.0.0.0/tcp/{default_port}",),
-                show_default=True,
-                metavar="ADDRESS...",
-                help="Addresses to listen on. Port 0 takes any free port.",
-            ),
+            host_maddrs_option(default_port, "Addresses to listen on."),
             click.option(
                 "--announce-maddrs",
                 multiple=True,
                 metavar="ADDRESS...",
                 help="Addresses that other peers should use, if they differ from --host-maddrs (port forwarding).",
+            ),
+            click.option(
+                "--relay",
+                callback=_relay_option,
+                metavar="on|off|N",
+                help="Whether to relay for peers behind routers, and for how many, if others can reach this one. "
+                "Strangers may be among them, so it is off in a private swarm.  [default: on, for 64 peers]",
             ),
             click.option(
                 "--identity-path",
@@ -132,8 +184,14 @@ def split_addresses(values: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(part for value in values for part in value.replace(",", " ").split())
 
 
-def repeat_option_names(arguments: list[str], options: frozenset[str]) -> list[str]:
-    """Turn `--option A B C` into `--option A --option B --option C`, for options that take several addresses."""
+def repeat_option_names(
+    arguments: list[str], options: frozenset[str], beginnings: tuple[str, ...] = ("/",)
+) -> list[str]:
+    """Turn `--option A B C` into `--option A --option B --option C`, for options that take several values.
+
+    Args:
+        beginnings: of further values; other arguments do not belong to the option.
+    """
     result: list[str] = []
     current: str | None = None
     values = 0
@@ -142,7 +200,7 @@ def repeat_option_names(arguments: list[str], options: frozenset[str]) -> list[s
             name, _, value = argument.partition("=")
             current, values = (name, 0) if name in options and not value else (None, 0)
             result.append(argument)
-        elif current is not None and (values == 0 or argument.startswith("/")):
+        elif current is not None and (values == 0 or argument.startswith(beginnings)):
             result.extend([argument] if values == 0 else [current, argument])
             values += 1
         else:
@@ -155,9 +213,10 @@ class MultiAddressCommand(click.Command):
     """A command whose address options take any number of values."""
 
     OPTIONS = frozenset({"--initial-peers", "--host-maddrs", "--announce-maddrs"})
+    VALUES: tuple[str, ...] = ("/",)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        return super().parse_args(ctx, repeat_option_names(args, self.OPTIONS))
+        return super().parse_args(ctx, repeat_option_names(args, self.OPTIONS, self.VALUES))
 
 
 def errors_to_exit_codes(function: F) -> F:
@@ -190,8 +249,11 @@ def _print_error(error: SwarmError) -> None:
         click.echo(f"Error: {error}", err=True)
 
 
-SECRET_PATTERN = re.compile(r"\bsk-swarm-[\w-]+|\bswarm-invite-[\w-]+|\bhf_[A-Za-z0-9]{8,}|(?<=Bearer )[^\s\"\\]+")
-"""Matches gateway keys, invites, model hub tokens, and anything else after `Bearer` in an Authorization header."""
+SECRET_PATTERN = re.compile(
+    r"\bsk-swarm-[\w-]+|\bswarm-invite-[\w-]+|\bswarm-worker:[\w-]+|\bhf_[A-Za-z0-9]{8,}|(?<=Bearer )[^\s\"\\]+"
+)
+"""Matches gateway keys, invites, workers' lines, model hub tokens, and anything else after `Bearer` in an Authorization
+header."""
 
 
 class _RedactingHandler(logging.StreamHandler[TextIO]):

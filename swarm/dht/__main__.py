@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,6 +21,9 @@ if TYPE_CHECKING:  # hivemind is imported only after the options are validated
 
 logger = logging.getLogger("swarm.dht")
 
+REACH_TIMEOUT_S = 15.0
+"""How long a peer that joins others waits for their word on whether they can reach it, before it prints its address."""
+
 
 @click.command(name="dht", cls=console.MultiAddressCommand, context_settings={"show_default": True})
 @console.initial_peers_option
@@ -29,12 +33,6 @@ logger = logging.getLogger("swarm.dht")
     "--address-file",
     type=click.Path(dir_okay=False, path_type=Path),
     help="Write this peer's address to this file as soon as other peers can join.",
-)
-@click.option(
-    "--relay",
-    is_flag=True,
-    help="In a private swarm, relay traffic for peers behind firewalls. Strangers who know the address can have theirs "
-    "relayed too. In an open swarm every reachable peer relays.",
 )
 @console.metrics_option
 @console.log_format_option
@@ -46,13 +44,14 @@ def main(
     announce_maddrs: tuple[str, ...],
     identity_path: Path | None,
     address_file: Path | None,
-    relay: bool,
+    relay: bool | int | None,
     metrics: str | None,
     log_format: str,
 ) -> None:
     """Run a bootstrap peer, whose address other peers use to join the swarm.
 
-    In an open swarm it also relays traffic for peers behind firewalls. Use --identity-path to keep its address.
+    In an open swarm it also relays for peers behind routers, where no server does. Use --identity-path to keep its
+    address.
     """
     import uvloop
 
@@ -89,7 +88,10 @@ async def _serve(config: P2PConfig, address_file: Path | None, metrics: MetricsA
     peer = await join_network(config, AnnouncementValidator())
     try:
         _export_metrics(peer, registry)
-        addresses = await peer.visible_addresses()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(REACH_TIMEOUT_S):
+                await peer.reach.known.wait()
+        addresses = await peer.join_addresses()
         logger.info("Bootstrap peer: %s", peer.peer_id)
         for address in addresses:
             logger.info("Join:   swarm server --initial-peers %s", address)

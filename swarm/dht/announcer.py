@@ -16,7 +16,6 @@ from pathlib import Path
 
 from swarm.data_structures import ModelInfo, ServerInfo, ServerState
 from swarm.dht import model_records
-from swarm.dht.reachability import is_relayed
 from swarm.dht.server_records import MAX_ADAPTERS, encode_announcement, model_key
 from swarm.errors import DhtError
 from swarm.transport.dht.hivemind_errors import raise_dht_errors
@@ -45,7 +44,7 @@ class Announcer:
     Args:
         peer: this peer.
         model: the served model.
-        describe: returns the current announcement; the announcer itself adds whether the peer is relayed.
+        describe: returns the current announcement; the announcer itself adds how the peer is reached.
         period: seconds between updates.
     """
 
@@ -55,6 +54,11 @@ class Announcer:
         self._describe = describe
         self._period = period
         self._task: asyncio.Task[None] | None = None
+        self._is_due = asyncio.Event()
+
+    def announce_soon(self) -> None:
+        """Something has changed that others should know now."""
+        self._is_due.set()
 
     def start(self) -> None:
         """Announce now, and then once every period."""
@@ -63,7 +67,8 @@ class Announcer:
     async def announce(self) -> bool:
         """Store the current announcement. False if no peer of the DHT accepted it. Raises `DhtError`."""
         with raise_dht_errors("announcing"):
-            info = replace(self._describe(), relayed=is_relayed(await self._peer.visible_addresses()))
+            reach = self._peer.reach
+            info = replace(self._describe(), relayed=reach.is_relayed, whereabouts=reach.whereabouts)
             now, lifetime = time.time(), self._period * LIFETIME_PERIODS
             announcement = encode_announcement(self._model.name, info)
             records = [(model_key(self._model.name, info.span.start), announcement, now + lifetime)]
@@ -82,9 +87,12 @@ class Announcer:
 
     async def _renew(self) -> None:
         while True:
+            self._is_due.clear()
             try:
                 if not await self.announce():
                     logger.warning("the announcement reached no peer of the DHT; trying again in %.0f s", self._period)
             except DhtError as error:
                 logger.warning("%s; trying again in %.0f s", error, self._period, exc_info=True)
-            await asyncio.sleep(self._period)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self._period):
+                    await self._is_due.wait()

@@ -34,8 +34,9 @@ async def fetch_models(dht: DhtNode) -> list[ModelInfo]:
 async def fetch_servers(dht: DhtNode, model: str, blocks: int) -> list[ServerInfo]:
     """The servers that announce blocks of `model`, in any state, ordered by span and peer.
 
-    Records that do not fit a model of `blocks` blocks are left out, and so are those that break the rules. Of very many
-    servers, those are kept that have served this peer or have long been there; see `bounded_picture`.
+    Where they can be dialed is noted in the node's address book. Records that do not fit a model of `blocks` blocks are
+    left out, and so are those that break the rules. Of very many servers, those are kept that have served this peer or
+    have long been there; see `bounded_picture`.
 
     Raises `DhtError`.
     """
@@ -55,6 +56,8 @@ async def fetch_servers(dht: DhtNode, model: str, blocks: int) -> list[ServerInf
                 servers[info.peer_id] = (entry.expires, info)
     best_first = dht.standing.select(servers, len(servers), time.time())
     kept = bounded_picture([servers[peer_id][1] for peer_id in best_first], blocks)
+    for info in kept:
+        dht.book.learn(info.peer_id, info.whereabouts)
     return sorted(kept, key=lambda info: (info.span, info.peer_id))
 
 

@@ -14,8 +14,9 @@ from typing import Annotated, get_args
 
 import msgspec
 
-from swarm.data_structures import ExitConfidence, Mobility, ServerInfo, ServerState, Span
+from swarm.data_structures import ExitConfidence, Mobility, ServerInfo, ServerState, Span, Whereabouts
 from swarm.errors import InvalidSpan, ProtocolViolation, SwarmError
+from swarm.transport.addresses import is_circuit, is_direct, is_ip, is_lan
 from swarm.transport.dht.records import MAX_PAYLOAD_BYTES
 
 MAX_MODEL_BLOCKS = 2048
@@ -26,10 +27,14 @@ MAX_ROUND_TRIPS = 16
 MAX_ADAPTERS = 16
 """Adapters that one announcement may list."""
 
+MAX_ADDRESSES = 8
+"""Addresses of each kind that one announcement may list."""
+
 Name = Annotated[str, msgspec.Meta(max_length=256)]
 Block = Annotated[int, msgspec.Meta(ge=0, le=MAX_MODEL_BLOCKS)]
 Rate = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=3600)]
+Addresses = Annotated[list[Annotated[str, msgspec.Meta(max_length=256)]], msgspec.Meta(max_length=MAX_ADDRESSES)]
 Digest = Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{12}\Z")]
 
 
@@ -58,6 +63,11 @@ class ServerRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
     round_trips: Annotated[list[tuple[Name, Seconds]], msgspec.Meta(max_length=MAX_ROUND_TRIPS)] = []
     mobility: Mobility = Mobility.FREE
     relayed: bool = False
+    addresses: Addresses = []
+    lan_addresses: Addresses = []
+    outer_host: Annotated[str, msgspec.Meta(max_length=45)] = ""
+    relayed_peers: Annotated[int, msgspec.Meta(ge=0, le=2**16)] = 0
+    shares_weights: bool = False
     adapters: Annotated[list[Name], msgspec.Meta(max_length=MAX_ADAPTERS)] = []
     sparse: bool = False
     perplexity_loss: Annotated[float, msgspec.Meta(ge=-1, le=1e3)] | None = None
@@ -115,6 +125,11 @@ def _record(model: str, info: ServerInfo) -> ServerRecord:
         round_trips=list(info.round_trips),
         mobility=info.mobility,
         relayed=info.relayed,
+        addresses=list(info.whereabouts.addresses[:MAX_ADDRESSES]),
+        lan_addresses=list(info.whereabouts.lan_addresses[:MAX_ADDRESSES]),
+        outer_host=info.whereabouts.outer_host,
+        relayed_peers=info.relayed_peers,
+        shares_weights=info.shares_weights,
         adapters=list(info.adapters),
         sparse=info.sparse,
         perplexity_loss=info.perplexity_loss,
@@ -140,6 +155,7 @@ def decode_announcement(data: bytes) -> tuple[str, ServerInfo]:
     if record.perplexity_loss is not None and not record.sparse:
         raise ProtocolViolation("an announcement has a loss of perplexity, but is not sparse")
     _require_valid_exits(record)
+    _require_valid_addresses(record)
     return record.model, ServerInfo(
         peer_id=record.peer_id,
         span=span,
@@ -158,12 +174,27 @@ def decode_announcement(data: bytes) -> tuple[str, ServerInfo]:
         round_trips=tuple(record.round_trips),
         mobility=record.mobility,
         relayed=record.relayed,
+        whereabouts=Whereabouts(tuple(record.addresses), tuple(record.lan_addresses), record.outer_host),
+        relayed_peers=record.relayed_peers,
+        shares_weights=record.shares_weights,
         adapters=tuple(record.adapters),
         sparse=record.sparse,
         perplexity_loss=record.perplexity_loss,
         exit_blocks=tuple(record.exit_blocks),
         exit_confidences=tuple(record.exit_confidences),
     )
+
+
+def _require_valid_addresses(record: ServerRecord) -> None:
+    """Other peers dial these: no host names, which would have to be resolved, and nothing of one machine only."""
+    for address in record.addresses:
+        if not (is_direct(address) or is_circuit(address)):
+            raise ProtocolViolation(f"an announcement has {address!r}, which is no address of a peer")
+    for address in record.lan_addresses:
+        if not is_lan(address):
+            raise ProtocolViolation(f"an announcement has {address!r}, which is no address in a local network")
+    if record.outer_host and not is_ip(record.outer_host):
+        raise ProtocolViolation(f"an announcement has {record.outer_host!r}, which is no IP address")
 
 
 def _require_valid_exits(record: ServerRecord) -> None:

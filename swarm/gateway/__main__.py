@@ -71,6 +71,7 @@ if TYPE_CHECKING:
 )
 @click.option("--exact/--no-exact", default=True, help="Use no server that computes with some neurons only (sparse).")
 @console.weight_options
+@console.weights_from_option
 @click.option(
     "--early-exit",
     type=click.FloatRange(0, 1),
@@ -128,7 +129,10 @@ def main(**options: Any) -> None:
     network = NetworkOptions(
         **{name: options[name] for name in ("wait_for_blocks", "exact", "digests", "trust_on_first_use")}
     )
-    client = {"network": network, **{name: options[name] for name in ("wire", "cache_dir", "membership")}}
+    client = {
+        "network": network,
+        **{name: options[name] for name in ("wire", "cache_dir", "membership", "weights_from")},
+    }
     peers = console.split_addresses(options["initial_peers"])
     if peers:
         client["initial_peers"] = peers

@@ -15,11 +15,12 @@ from starlette.routing import BaseRoute, Mount, Route
 from swarm.gateway.access.cors import cors_middleware
 from swarm.gateway.access.host_check import HostCheck
 from swarm.gateway.gateway_state import GatewayState
-from swarm.gateway.generation_endpoints import DETAILS_HEADER, GenerationEndpoints
+from swarm.gateway.generation_endpoints import GenerationEndpoints
 from swarm.gateway.http.middleware import AccessLog, RequestDraining
 from swarm.gateway.http.responses import error_response, with_error_responses
 from swarm.gateway.info_endpoints import InfoEndpoints
 from swarm.gateway.openai.api_errors import ApiError, MethodNotAllowed, NotFound
+from swarm.gateway.tokenizer_endpoints import TokenizerEndpoints
 from swarm.web.page_files import PageFiles
 
 PAGE_FOLDER = Path(__file__).with_name("page")
@@ -33,12 +34,14 @@ def make_app(gateway: GatewayState, more_routes: Sequence[BaseRoute] = (), check
         more_routes: such as the monitor's.
         check_host: whether to accept only this machine's own names, and `GatewaySettings.host_names`.
     """
-    info, generation = InfoEndpoints(gateway), GenerationEndpoints(gateway)
+    info, generation, tokenizers = InfoEndpoints(gateway), GenerationEndpoints(gateway), TokenizerEndpoints(gateway)
     routes: list[BaseRoute] = [
-        Route("/v1/models", with_error_responses(info.models)),
+        *(Route(path, with_error_responses(info.addresses)) for path in ("/v1", "/v1/")),
+        *(Route(path, with_error_responses(info.models)) for path in ("/v1/models", "/v1/models/")),
         Route("/v1/models/{name:path}", with_error_responses(info.model)),
         Route("/v1/chat/completions", with_error_responses(generation.chat), methods=["POST"]),
         Route("/v1/completions", with_error_responses(generation.completion), methods=["POST"]),
+        *_tokenizer_routes(tokenizers),
         Route("/healthz", with_error_responses(info.health)),
         Route("/readyz", with_error_responses(info.readiness)),
         Route("/metrics", with_error_responses(info.metrics)),
@@ -54,12 +57,25 @@ def make_app(gateway: GatewayState, more_routes: Sequence[BaseRoute] = (), check
     if check_host:
         middleware.append(Middleware(HostCheck, host_names=gateway.settings.host_names))
     if origins:
-        middleware.append(cors_middleware(origins, [DETAILS_HEADER]))
+        middleware.append(cors_middleware(origins))
     return Starlette(
         routes=routes,
         middleware=middleware,
         exception_handlers={HTTPException: _routing_error},
     )
+
+
+def _tokenizer_routes(endpoints: TokenizerEndpoints) -> list[BaseRoute]:
+    """At the root, as vLLM has them, and beside the other addresses."""
+    posted = {"tokenize": endpoints.tokenize, "detokenize": endpoints.detokenize}
+    return [
+        route
+        for prefix in ("", "/v1")
+        for route in (
+            *(Route(f"{prefix}/{name}", with_error_responses(call), methods=["POST"]) for name, call in posted.items()),
+            Route(f"{prefix}/tokenizer_info", with_error_responses(endpoints.info)),
+        )
+    ]
 
 
 async def _chat_page(request: Request) -> Response:

@@ -33,8 +33,8 @@ from swarm.gateway.openai.request_schema import (
 from swarm.gateway.openai.response_stream import ResponseChunk, complete_response, stream_response
 from swarm.gateway.openai.response_writers import ChatResponseWriter, CompletionResponseWriter, ResponseWriter
 from swarm.generation.prompts import prompt_texts
-from swarm.generation.sequence_generation import SequenceRequest
 from swarm.generation.sequence_group import SequenceGroup
+from swarm.generation.sequence_request import SequenceRequest
 from swarm.generation.served_model import ServedModel
 
 DETAILS_HEADER = "x-swarm-details"
@@ -137,7 +137,7 @@ class GenerationEndpoints:
     ) -> Response:
         with_details = DETAILS_HEADER in request.headers
         async with AsyncExitStack() as stack:
-            admission = self._admit(stack, key, prepared.reserved_tokens, len(group))
+            admission = self._admit(stack, key, prepared.reserved_tokens, group.parallel)
             ticket = await cancel_on_disconnect(request.receive, admission)
             room.release()  # from here on, the number of requests that run is the limit
             stack.callback(lambda: ticket.report_usage(group.total_tokens))

@@ -11,6 +11,9 @@ from swarm.gateway.http.responses import JsonResponse
 from swarm.gateway.openai.response_writers import model_object
 from swarm.metrics.registry import encode_metrics
 
+ADDRESSES = ("models", "chat/completions", "completions", "tokenize", "detokenize", "tokenizer_info")
+"""Below `/v1/`."""
+
 
 class InfoEndpoints:
     """Answers requests that do not generate text.
@@ -21,6 +24,10 @@ class InfoEndpoints:
 
     def __init__(self, gateway: GatewayState) -> None:
         self._gateway = gateway
+
+    async def addresses(self, request: Request) -> Response:
+        """`GET /v1/`: what people see who open the `base_url` in a browser."""
+        return JsonResponse({"object": "list", "data": [f"/v1/{name}" for name in ADDRESSES]})
 
     async def models(self, request: Request) -> Response:
         """`GET /v1/models`."""

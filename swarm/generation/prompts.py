@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from swarm.client.early_exit.options import EarlyExit
 from swarm.generation.errors import InvalidGenerationRequest
+from swarm.generation.formats.response_format import AnswerForm
+from swarm.generation.formats.thinking import ConstraintBehindThoughts, ThinkingParser, ThinkingSyntax
 from swarm.generation.formats.tool_calls import ToolCallParser, ToolOptions
-from swarm.generation.sampling import SamplingOptions
-from swarm.generation.sequence_generation import SequenceRequest
+from swarm.generation.sampling import SamplingOptions, TokenConstraint
+from swarm.generation.sequence_request import SequenceRequest
 from swarm.generation.served_model import ServedModel
+from swarm.models.tokenizers.chat_template import TemplateOptions, unusable_variable
 
 DEFAULT_CHAT_TOKENS = 1024
 """New tokens of a chat answer if the request sets no limit."""
@@ -19,7 +22,13 @@ DEFAULT_CHAT_TOKENS = 1024
 DEFAULT_COMPLETION_TOKENS = 16
 """New tokens of a completion if the request sets no limit, as in OpenAI's API."""
 
+ROOM_LEFT = -1
+"""As `max_tokens`: as many as the context has room for."""
+
 MAX_TOKEN_ID_DIGITS = 9
+
+MAX_MARKER_TOKENS = 16
+"""Of the end of a prompt that may have begun a thought."""
 
 Prompt = str | list[int]
 """A text or its token ids."""
@@ -31,8 +40,15 @@ class GenerationOptions:
 
     Attributes:
         choices: answers to each prompt.
+        max_tokens: `ROOM_LEFT` is possible.
+        top_k: 0 or less samples from all tokens.
         logit_bias: by token id, written in decimal.
         stops: texts at which an answer ends.
+        end_tokens: tokens at which an answer ends, besides the model's own.
+        prompt_tokens: how many tokens of a longer prompt are kept, the last ones; -1 as many as fit; None refuses it.
+        form: that the answer has to have; None for any text.
+        scores_prompt: whether the prompt's tokens have log probabilities too, if the answer's do.
+        separate_thoughts: whether thoughts are apart from the text.
         top_logprobs: likeliest tokens to report for each position; None reports no log probabilities.
         early_exit: when tokens leave before the last block; None for never.
         is_exit_asked: whether the request asks for that itself, rather than having it by default.
@@ -44,11 +60,18 @@ class GenerationOptions:
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     logit_bias: Mapping[str, float] | None = None
     seed: int | None = None
     stops: Sequence[str] = ()
+    end_tokens: Sequence[int] = ()
+    prompt_tokens: int | None = None
+    form: AnswerForm | None = None
+    scores_prompt: bool = False
+    separate_thoughts: bool = False
     top_logprobs: int | None = None
     early_exit: EarlyExit | None = None
     is_exit_asked: bool = False
@@ -62,14 +85,14 @@ def chat_sequences(
     *,
     default_max_tokens: int = DEFAULT_CHAT_TOKENS,
     tools: ToolOptions | None = None,
-    response_format: Mapping[str, Any] | None = None,
+    template: TemplateOptions | None = None,
 ) -> list[SequenceRequest]:
     """One sequence for each of the `options.choices` answers to a conversation.
 
     Args:
         messages: as chat templates take them.
         tools: functions that the model may call.
-        response_format: as in OpenAI's API.
+        template: what is asked of the chat template; the usual if None.
 
     Raises:
         InvalidGenerationRequest: the model cannot do what is asked for.
@@ -77,27 +100,30 @@ def chat_sequences(
     """
     tools = tools if tools is not None else ToolOptions()
     offered = _offered_tools(tools, served)
-    prompt = served.prompts.conversation(messages, offered)
+    prompt = _truncated(conversation_prompt(served, messages, tools, template), options, served)
     max_tokens = _max_tokens(prompt, options.max_tokens, served, default_max_tokens, "messages")
-    names = frozenset(function.name for function in tools.functions)
+    names = frozenset(function.name for function in tools.functions if tools.forced_function in (None, function.name))
+    continued = str(messages[-1].get("content", "")) if template is not None and template.continue_final else None
+    thoughts = _Thoughts.of(served, prompt, continued) if options.separate_thoughts else None
     return [
-        SequenceRequest(
-            prompt=prompt,
-            max_tokens=max_tokens,
-            sampling=_sampling_options(options, served, choice),
-            stops=options.stops,
-            constraint=(
-                served.grammars.constraint(response_format, tools, served.tool_syntax)
-                if response_format is not None or tools.must_call
-                else None
-            ),
-            tools=ToolCallParser(served.tool_syntax, names) if offered and served.tool_syntax is not None else None,
-            early_exit=options.early_exit,
-            is_exit_asked=options.is_exit_asked,
-            provisional=options.provisional,
+        replace(
+            _sequence(options, served, prompt, max_tokens, choice),
+            constraint=_chat_constraint(options, served, tools, thoughts),
+            tools=ToolCallParser(served.tool_syntax, names, tools.must_call)
+            if offered and served.tool_syntax is not None
+            else None,
+            thinking=thoughts.parser() if thoughts is not None else None,
         )
         for choice in range(options.choices)
     ]
+
+
+def conversation_prompt(
+    served: ServedModel, messages: Sequence[Mapping[str, Any]], tools: ToolOptions, template: TemplateOptions | None
+) -> list[int]:
+    """The tokens of a conversation. Args and errors are those of `chat_sequences`."""
+    _require_usable(template, served)
+    return served.prompts.conversation(messages, _offered_tools(tools, served), template)
 
 
 def completion_sequences(
@@ -110,21 +136,14 @@ def completion_sequences(
     """
     requests = []
     for prompt in prompts:
-        tokens = _prompt_tokens(prompt, served)
+        tokens = _truncated(_prompt_tokens(prompt, served), options, served)
         max_tokens = _max_tokens(tokens, options.max_tokens, served, DEFAULT_COMPLETION_TOKENS, "prompt")
         for choice in range(options.choices):
-            sampling = _sampling_options(options, served, choice)
-            requests.append(
-                SequenceRequest(
-                    tokens,
-                    max_tokens,
-                    sampling,
-                    options.stops,
-                    early_exit=options.early_exit,
-                    is_exit_asked=options.is_exit_asked,
-                    provisional=options.provisional,
-                )
-            )
+            sequence = _sequence(options, served, tokens, max_tokens, choice)
+            if options.form is not None:
+                constraint = served.grammars.constraint(options.form, ToolOptions(), None)
+                sequence = replace(sequence, constraint=constraint)
+            requests.append(sequence)
     return requests
 
 
@@ -137,16 +156,120 @@ def prompt_texts(requests: Sequence[SequenceRequest], served: ServedModel) -> li
     return [texts[id(request.prompt)] for request in requests]
 
 
+@dataclass(frozen=True)
+class _Thoughts:
+    """Where the thoughts of the answers to a prompt are.
+
+    Attributes:
+        is_open: the prompt has begun a thought.
+        may_begin: the answer may begin one.
+        opens, closes: the markers' tokens; None if a marker is not a single one.
+    """
+
+    syntax: ThinkingSyntax
+    is_open: bool
+    may_begin: bool
+    opens: int | None
+    closes: int | None
+
+    @classmethod
+    def of(cls, served: ServedModel, prompt: Sequence[int], continued: str | None) -> _Thoughts | None:
+        """None if the model does not think.
+
+        Args:
+            continued: the text that the answer continues; None if it begins one.
+        """
+        syntax = served.thinking_syntax
+        if syntax is None:
+            return None
+        end = served.tokenizer.decode(prompt[-MAX_MARKER_TOKENS:], skip_special_tokens=False)
+        begun = end[end.rfind(syntax.opens) :] if syntax.opens in end else ""
+        is_open = syntax.is_open(continued or "") or begun.strip() == syntax.opens
+        vocabulary = served.tokenizer.get_added_vocab()
+        may_begin = not is_open and not continued and not syntax.is_over(end)
+        return cls(syntax, is_open, may_begin, vocabulary.get(syntax.opens), vocabulary.get(syntax.closes))
+
+    def parser(self) -> ThinkingParser:
+        return ThinkingParser(self.syntax, self.is_open)
+
+    def constraint(self, behind: TokenConstraint, served: ServedModel) -> TokenConstraint:
+        """The constraint on what follows the thoughts.
+
+        Raises:
+            InvalidGenerationRequest: the thought that the prompt has begun cannot be told from what follows.
+        """
+        if self.closes is None and self.is_open:
+            raise InvalidGenerationRequest(
+                f"{served.name} thinks before it answers, so its answers cannot be kept to a form; ask it without one, "
+                "or without thoughts, if its chat template knows enable_thinking"
+            )
+        opens = self.opens if self.may_begin else None
+        if self.closes is None or (opens is None and not self.is_open):
+            return behind
+        return ConstraintBehindThoughts(behind, opens, self.closes, self.is_open, sorted(served.end_tokens))
+
+
+def _chat_constraint(
+    options: GenerationOptions, served: ServedModel, tools: ToolOptions, thoughts: _Thoughts | None
+) -> TokenConstraint | None:
+    if options.form is None and not tools.must_call:
+        return None
+    constraint = served.grammars.constraint(options.form, tools, served.tool_syntax)
+    return thoughts.constraint(constraint, served) if thoughts is not None and constraint is not None else constraint
+
+
+def _require_usable(template: TemplateOptions | None, served: ServedModel) -> None:
+    problem = unusable_variable(served.tokenizer, template.variables) if template is not None else None
+    if problem is not None:
+        raise InvalidGenerationRequest(f"chat_template_kwargs: {problem}", parameter="chat_template_kwargs")
+
+
+def _sequence(
+    options: GenerationOptions, served: ServedModel, prompt: Sequence[int], max_tokens: int, choice: int
+) -> SequenceRequest:
+    """One of the answers to a prompt, as far as conversations and completions have the same."""
+    _require_tokens(options.end_tokens, served, "stop_token_ids")
+    return SequenceRequest(
+        prompt=prompt,
+        max_tokens=max_tokens,
+        sampling=_sampling_options(options, served, choice),
+        scores_prompt=options.scores_prompt and options.top_logprobs is not None,
+        stops=options.stops,
+        repetition_penalty=options.repetition_penalty,
+        end_tokens=frozenset(options.end_tokens),
+        early_exit=options.early_exit,
+        is_exit_asked=options.is_exit_asked,
+        provisional=options.provisional,
+    )
+
+
+def _truncated(prompt: list[int], options: GenerationOptions, served: ServedModel) -> list[int]:
+    """The end of the prompt, if the request asks for that."""
+    keep = options.prompt_tokens
+    if keep is None:
+        return prompt
+    return prompt[-(keep if keep > 0 else max(1, served.context_length - _answer_tokens(options))) :]
+
+
+def _answer_tokens(options: GenerationOptions) -> int:
+    """For how many tokens of the answer a prompt that is cut leaves room."""
+    return options.max_tokens if options.max_tokens is not None and options.max_tokens >= 0 else 1
+
+
+def _require_tokens(tokens: Sequence[int], served: ServedModel, parameter: str) -> None:
+    invalid = next((token for token in tokens if token >= served.vocabulary_size), None)
+    if invalid is not None:
+        raise InvalidGenerationRequest(
+            f"token {invalid} is not one of the model's {served.vocabulary_size}", parameter=parameter
+        )
+
+
 def _prompt_tokens(prompt: Prompt, served: ServedModel) -> list[int]:
     if isinstance(prompt, str):
         tokens = served.prompts.text(prompt)
         start = served.tokenizer.bos_token_id if served.tokenizer.bos_token_id is not None else 0
         return tokens or [start]  # the first new token needs one before it
-    invalid = next((token for token in prompt if token >= served.vocabulary_size), None)
-    if invalid is not None:
-        raise InvalidGenerationRequest(
-            f"token {invalid} is not one of the model's {served.vocabulary_size}", parameter="prompt"
-        )
+    _require_tokens(prompt, served, "prompt")
     return prompt
 
 
@@ -159,31 +282,40 @@ def _max_tokens(prompt: Sequence[int], limit: int | None, served: ServedModel, d
     left = served.context_length - len(prompt)
     if not prompt:
         raise InvalidGenerationRequest("there is nothing to answer: the conversation is empty", parameter=parameter)
-    if left < 1:
+    if left < (0 if limit == 0 else 1):
         raise InvalidGenerationRequest(
-            f"the prompt has {len(prompt)} tokens, but the context of {served.name} is {served.context_length} tokens",
+            f"{_context(served)}. The prompt has {len(prompt)} tokens; send a shorter one",
             parameter=parameter,
             code="context_length_exceeded",
         )
     if limit is not None and limit > left:
         raise InvalidGenerationRequest(
-            f"the prompt has {len(prompt)} tokens, which leaves room for {left} more; {limit} were requested "
-            f"(the context of {served.name} is {served.context_length} tokens)",
+            f"{_context(served)}. The prompt has {len(prompt)} tokens, which leaves room for {left} more; {limit} were "
+            "requested; ask for fewer, or send a shorter prompt",
             parameter="max_tokens",
             code="context_length_exceeded",
         )
+    if limit == ROOM_LEFT:
+        return left
     return limit if limit is not None else min(default, left)
+
+
+def _context(served: ServedModel) -> str:
+    """How long texts may be, in OpenAI's words: programs that cut their prompts look for these, not for the code."""
+    return f"This model's maximum context length is {served.context_length} tokens"
 
 
 def _sampling_options(options: GenerationOptions, served: ServedModel, choice: int) -> SamplingOptions:
     """The request's options, else those of the model's authors, else OpenAI's defaults."""
     defaults = served.model.generation_config
     temperature = options.temperature if options.temperature is not None else defaults.temperature
+    top_k = options.top_k if options.top_k is not None else defaults.top_k
     top_p = options.top_p if options.top_p is not None else defaults.top_p
     return SamplingOptions(
         temperature=1.0 if temperature is None else float(temperature),
         top_p=1.0 if top_p is None else float(top_p),
-        top_k=options.top_k or defaults.top_k or None,
+        top_k=top_k if top_k is not None and top_k > 0 else None,
+        min_p=float((options.min_p if options.min_p is not None else getattr(defaults, "min_p", None)) or 0.0),
         presence_penalty=options.presence_penalty or 0.0,
         frequency_penalty=options.frequency_penalty or 0.0,
         logit_bias=_logit_bias(options.logit_bias or {}, served),

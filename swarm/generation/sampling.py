@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from transformers import TopKLogitsWarper, TopPLogitsWarper
+from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from swarm.errors import SwarmError
 
@@ -44,6 +44,7 @@ class SamplingOptions:
         temperature: 0 takes the most likely token.
         top_p: sample from the smallest set of tokens with this probability.
         top_k: sample from this many tokens; None for all.
+        min_p: sample from tokens that have this share of the likeliest one's probability.
         presence_penalty: subtracted from a token's score if it was generated before.
         frequency_penalty: subtracted from a token's score for each time that it was generated.
         logit_bias: added to the scores of these tokens.
@@ -54,6 +55,7 @@ class SamplingOptions:
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int | None = None
+    min_p: float = 0.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: Mapping[int, float] | None = None
@@ -66,8 +68,8 @@ class SampledToken:
     """A token that was chosen.
 
     Attributes:
-        logprob: its log probability before temperature, top_p and top_k; None if not requested.
-        top_logprobs: the likeliest tokens with theirs.
+        logprob: its log probability before temperature, top_p, top_k and min_p; None if not requested.
+        top_logprobs: the likeliest tokens with theirs; of a prompt's first token, which follows nothing, none.
     """
 
     token: int
@@ -101,6 +103,8 @@ class Sampler:
             self._warpers.append(TopKLogitsWarper(options.top_k))
         if options.top_p < 1.0:
             self._warpers.append(TopPLogitsWarper(options.top_p))
+        if options.min_p > 0.0:
+            self._warpers.append(MinPLogitsWarper(options.min_p))
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """transformers' hook: takes scores `[1, vocabulary]` and returns them with all but the chosen token at -inf."""
@@ -124,9 +128,7 @@ class Sampler:
         if count is None:
             return SampledToken(token)
         logprobs_V = torch.log_softmax(self._reported.pop(position), dim=-1)
-        best = torch.topk(logprobs_V, count) if count else None
-        top = tuple(zip(best.indices.tolist(), best.values.tolist(), strict=True)) if best is not None else ()
-        return SampledToken(token, float(logprobs_V[token]), top)
+        return SampledToken(token, float(logprobs_V[token]), top_tokens(logprobs_V, count))
 
     def _adjust_scores(self, generated: torch.Tensor, scores_V: torch.Tensor) -> torch.Tensor:
         """Apply biases, penalties and the constraint."""
@@ -161,6 +163,12 @@ class Sampler:
         probabilities = torch.softmax(scores_BV[0], dim=-1).cpu()
         self._random.manual_seed(position_seed(self._seed, position))
         return int(torch.multinomial(probabilities, 1, generator=self._random))
+
+
+def top_tokens(logprobs_V: torch.Tensor, count: int) -> tuple[tuple[int, float], ...]:
+    """The likeliest tokens with their log probabilities, the likeliest first."""
+    best = torch.topk(logprobs_V, min(count, len(logprobs_V)))
+    return tuple(zip(best.indices.tolist(), best.values.tolist(), strict=True))
 
 
 def position_seed(seed: int, position: int) -> int:

@@ -24,7 +24,6 @@ from typing import Any
 
 import torch
 
-from swarm.client.early_exit.options import EarlyExit
 from swarm.client.routes.events import ExitTaken, ExitVerified, SessionEvent
 from swarm.client.session import InferenceSession
 from swarm.client.threads.compute_lock import ComputeTicket
@@ -32,49 +31,14 @@ from swarm.errors import NoExitClassifiers, ProcessorsWithState, SwarmError, Usa
 from swarm.generation.detokenizer import IncrementalDetokenizer
 from swarm.generation.errors import EXPECTED_ERRORS, GenerationCancelled, GenerationCrashed, InvalidGenerationRequest
 from swarm.generation.exit_counts import ExitCounts
-from swarm.generation.formats.tool_calls import ToolCall, ToolCallParser
+from swarm.generation.prompt_scores import prompt_scores
 from swarm.generation.provisional_text import ProvisionalText
-from swarm.generation.sampling import SampledToken, Sampler, SamplingOptions, TokenConstraint
+from swarm.generation.sampling import Sampler
+from swarm.generation.sequence_output import SequenceDelta, SequenceOutput
+from swarm.generation.sequence_request import SequenceRequest
 from swarm.generation.served_model import ServedModel
-from swarm.generation.stop_sequences import StopSequenceFilter
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class SequenceRequest:
-    """One sequence to generate.
-
-    Attributes:
-        prompt: token ids.
-        max_tokens: limit on the new tokens.
-        sampling: how tokens are chosen.
-        stops: texts at which the sequence ends.
-        constraint: the form that the text must have; None for any.
-        tools: parses tool calls in the text; None if there are no tools.
-        early_exit: when tokens leave before the last block; None for never.
-        is_exit_asked: whether the request asks for that itself, rather than having it by default.
-        provisional: whether the text of tokens that left is shown before they are verified.
-    """
-
-    prompt: Sequence[int]
-    max_tokens: int
-    sampling: SamplingOptions
-    stops: Sequence[str] = ()
-    constraint: TokenConstraint | None = None
-    tools: ToolCallParser | None = None
-    early_exit: EarlyExit | None = None
-    is_exit_asked: bool = False
-    provisional: bool = False
-
-
-@dataclass(frozen=True)
-class SequenceDelta:
-    """New output: text, tool calls, and the tokens since the last delta."""
-
-    text: str
-    calls: tuple[ToolCall, ...] = ()
-    tokens: tuple[SampledToken, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -130,9 +94,11 @@ class SequenceGeneration:
         self._request = request
         self._ticket = ComputeTicket(served.compute_lock)
         self._cancelled = False
-        self._end_tokens = served.end_tokens
-        detokenizer = IncrementalDetokenizer(served.tokenizer, request.prompt, keep_special=request.tools is not None)
-        self._output = _SequenceOutput(detokenizer, request)
+        self._last_token: int | None = None
+        self._end_tokens = served.end_tokens | request.end_tokens
+        has_markers = request.tools is not None or request.thinking is not None  # which may be special tokens
+        detokenizer = IncrementalDetokenizer(served.tokenizer, request.prompt, keep_special=has_markers)
+        self._output = SequenceOutput(detokenizer, request)
         self._sampler = Sampler(request.sampling, len(request.prompt), request.constraint)
         self._thread = threading.Thread(target=self._run, name="swarm-generation", daemon=True)
 
@@ -173,7 +139,10 @@ class SequenceGeneration:
         session = self._served.model.inference_session(max_length=max_length, listener=self._on_session_event)
         try:
             with self._ticket:
-                self._generate_in(session)
+                if request.scores_prompt:
+                    self._score_prompt(session)
+                if request.max_tokens:
+                    self._generate_in(session)
         except UsageError as error:
             if request.early_exit is None or type(error) not in (UsageError, ProcessorsWithState):
                 raise  # not about its options
@@ -181,11 +150,24 @@ class SequenceGeneration:
         finally:
             session.close()  # outside of the ticket, which may have been cancelled
         last = self._output.finish()
-        if last.text or last.calls or last.tokens:
+        if last.text or last.calls or last.tokens or last.thought:
             self._emit(last)
-        if self._output.has_calls:
+        if self._output.has_calls and not self._output.is_cut:
             return "tool_calls"
         return "stop" if self._output.stopped or self._last_token in self._end_tokens else "length"
+
+    def _score_prompt(self, session: InferenceSession) -> None:
+        if self._request.early_exit is not None:
+            session.prepare_for(self._request.early_exit)  # not possible once it has computed tokens
+        count = self._request.sampling.top_logprobs or 0
+        scored = prompt_scores(
+            self._served.model, session, self._request.prompt, count, before_portion=self._require_running
+        )
+        self._emit(SequenceDelta("", prompt=scored))
+
+    def _require_running(self) -> None:
+        if self._cancelled:
+            raise CancelledError
 
     def _generate_in(self, session: InferenceSession) -> None:
         """Run `generate`. Early exit is optional: where the route has no place for it, no token leaves.
@@ -208,6 +190,7 @@ class SequenceGeneration:
             logits_processor=[self._sampler],
             stopping_criteria=[self._stopping_criterion],
             streamer=streamer if request.provisional else None,
+            **self._model_settings(),
         )
         try:
             generate(early_exit=request.early_exit)
@@ -217,10 +200,18 @@ class SequenceGeneration:
             self._served.warn_once(f"No token leaves early: {error}")
             generate(early_exit=None)  # goes on behind the prompt, if that is computed
 
+    def _model_settings(self) -> dict[str, Any]:
+        """What the request sets of the model's own generation settings."""
+        settings: dict[str, Any] = {}
+        if self._request.end_tokens:
+            settings["eos_token_id"] = sorted(self._end_tokens)
+        if self._request.repetition_penalty is not None:
+            settings["repetition_penalty"] = self._request.repetition_penalty
+        return settings
+
     def _stopping_criterion(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
         """transformers' hook: whether the sequence is complete with the token that now stands at its end."""
-        if self._cancelled:
-            raise CancelledError
+        self._require_running()
         if not self._output.stopped:
             self._add_token(int(input_ids[0, -1]))
         return torch.full((input_ids.shape[0],), self._output.stopped, device=input_ids.device)
@@ -250,52 +241,3 @@ class SequenceGeneration:
             self._loop.call_soon_threadsafe(call, *arguments)
         except RuntimeError:  # the loop is closed: the process is ending
             logger.debug("a generation ended after its event loop")
-
-
-class _SequenceOutput:
-    """Turns tokens into deltas: whole characters, up to a stop sequence, with tool calls separated.
-
-    Attributes:
-        stopped: a stop sequence has occurred.
-        has_calls: a tool was called.
-    """
-
-    def __init__(self, detokenizer: IncrementalDetokenizer, request: SequenceRequest) -> None:
-        self.stopped = False
-        self.has_calls = False
-        self._detokenizer = detokenizer
-        self._stop_filter = StopSequenceFilter(request.stops)
-        self._tools = request.tools
-        self._keeps_tokens = request.sampling.top_logprobs is not None
-        self._tokens: list[SampledToken] = []
-
-    def add_token(self, sampled: SampledToken, is_end: bool) -> SequenceDelta | None:
-        """Add the next token, and return the output that is now certain; None if there is none."""
-        if self._keeps_tokens and not is_end:
-            self._tokens.append(sampled)
-        text = self._stop_filter.feed("" if is_end else self._detokenizer.add_token(sampled.token))
-        self.stopped = self._stop_filter.hit
-        calls: list[ToolCall] = []
-        if self._tools is not None:
-            text, calls = self._tools.feed(text)
-        return self._delta(text, calls) if text or calls else None
-
-    def preview(self, tokens: Sequence[int]) -> str:
-        """The text that these tokens would add; none where it may become a tool call."""
-        return self._stop_filter.preview(self._detokenizer.preview(tokens)) if self._tools is None and tokens else ""
-
-    def finish(self) -> SequenceDelta:
-        """The output that was held back."""
-        text = "" if self.stopped else self._stop_filter.feed(self._detokenizer.finish()) + self._stop_filter.finish()
-        self.stopped = self._stop_filter.hit
-        calls: list[ToolCall] = []
-        if self._tools is not None:
-            text, calls = self._tools.feed(text)
-            rest, more = self._tools.finish()
-            text, calls = text + rest, calls + more
-        return self._delta(text, calls)
-
-    def _delta(self, text: str, calls: list[ToolCall]) -> SequenceDelta:
-        self.has_calls = self.has_calls or bool(calls)
-        tokens, self._tokens = tuple(self._tokens), []
-        return SequenceDelta(text, tuple(calls), tokens)

@@ -1,26 +1,38 @@
-"""The sequences of one request: starts them, follows them together, and ends them when the request ends."""
+"""The sequences of one request: starts them, follows them together, and ends them when the request ends.
+
+A request of many sequences has only some of them generated at once; as one is complete, the next one starts.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
+from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from swarm.errors import SwarmError
+from swarm.generation.errors import GenerationCrashed
 from swarm.generation.exit_counts import ExitCounts
 from swarm.generation.sequence_generation import (
-    SequenceDelta,
     SequenceEnd,
     SequenceEvent,
     SequenceFailed,
     SequenceGeneration,
     SequenceProvisional,
-    SequenceRequest,
 )
+from swarm.generation.sequence_output import SequenceDelta
+from swarm.generation.sequence_request import SequenceRequest
 from swarm.generation.served_model import ServedModel
+
+logger = logging.getLogger(__name__)
+
+
+MAX_PARALLEL = 8
+"""Sequences of a request that are generated at once. Each is a session on every server."""
 
 
 class TokenMetrics(Protocol):
@@ -88,17 +100,26 @@ class SequenceGroup:
         self._served = served
         self._metrics = metrics
         self._last_token_at = started_at
+        self._waiting: deque[SequenceGeneration] = deque()
+        self._started: list[SequenceGeneration] = []
         self._events: asyncio.Queue[tuple[int, SequenceEvent]] = asyncio.Queue()
         self._generations = [self._generation(index, request) for index, request in enumerate(requests)]
 
     def _generation(self, index: int, request: SequenceRequest) -> SequenceGeneration:
         def on_event(event: SequenceEvent) -> None:
             self._events.put_nowait((index, event))
+            if isinstance(event, SequenceEnd):
+                self._start_after_end(index)
 
         return SequenceGeneration(self._served, request, on_event)
 
     def __len__(self) -> int:
         return len(self._generations)
+
+    @property
+    def parallel(self) -> int:
+        """How many sequences are generated at once."""
+        return min(len(self), MAX_PARALLEL)
 
     @property
     def completion_tokens(self) -> int:
@@ -126,19 +147,35 @@ class SequenceGroup:
     @asynccontextmanager
     async def generating(self) -> AsyncIterator[None]:
         """Generate the sequences inside of the context; those that are not complete at its end are cancelled."""
-        started: list[SequenceGeneration] = []
+        self._waiting.extend(self._generations)
         try:
-            for generation in self._generations:
-                generation.start()  # fails where the process may have no more threads
-                started.append(generation)
+            for _ in range(self.parallel):
+                self._start_next()
             yield
         finally:
-            for generation in started:
+            self._waiting.clear()
+            for generation in self._started:
                 generation.cancel()
             # The place in the gateway's queue is given up only after the servers' caches are free again.
-            await asyncio.shield(asyncio.gather(*(generation.wait_ended() for generation in started)))
+            await asyncio.shield(asyncio.gather(*(generation.wait_ended() for generation in self._started)))
             if self._metrics is not None:
                 self._metrics.tokens_used(self._served.name, self.prompt_tokens, self.completion_tokens)
+
+    def _start_next(self) -> None:
+        generation = self._waiting.popleft()
+        generation.start()  # fails where the process may have no more threads
+        self._started.append(generation)
+
+    def _start_after_end(self, index: int) -> None:
+        """A sequence is complete, so that another one may start."""
+        if not self._waiting:
+            return
+        try:
+            self._start_next()
+        except RuntimeError:
+            logger.exception("The next sequence of a request cannot be started")
+            crash = GenerationCrashed("the generation failed; the log has the details")
+            self._events.put_nowait((index, SequenceFailed(crash)))
 
     async def events(self) -> AsyncGenerator[tuple[int, SequenceEvent]]:
         """Events of all sequences as (index, event), until all are complete. Consecutive deltas are merged.
@@ -181,8 +218,7 @@ def merge_deltas(waiting: Sequence[tuple[int, SequenceEvent]]) -> list[tuple[int
         if merged and isinstance(event, SequenceDelta):
             last_index, last = merged[-1]
             if last_index == index and isinstance(last, SequenceDelta):
-                joined = SequenceDelta(last.text + event.text, last.calls + event.calls, last.tokens + event.tokens)
-                merged[-1] = (index, joined)
+                merged[-1] = (index, last + event)
                 continue
         merged.append((index, event))
     return merged

@@ -13,8 +13,8 @@ from swarm.client.model.auto_model import AutoDistributedModelForCausalLM
 from swarm.client.threads.compute_lock import ComputeLock
 from swarm.common.warn_once import WarnOnce
 from swarm.generation.formats.response_format import GrammarCompiler
+from swarm.generation.formats.thinking import ThinkingSyntax, thinking_syntax
 from swarm.generation.formats.tool_syntax import ToolSyntax, tool_syntax
-from swarm.models.checkpoints.checkpoint import open_checkpoint
 from swarm.models.tokenizers.chat_template import template_text
 from swarm.models.tokenizers.prompt_process import PromptMaker, PromptProcess, TokenizerPrompts
 from swarm.models.tokenizers.tokenizer import load_tokenizer
@@ -59,7 +59,9 @@ class ServedModel:
             UsageError: the model cannot be found or used, or no initial peer answers; see `from_pretrained`.
         """
         cache_dir = options.get("cache_dir")
-        checkpoint = open_checkpoint(source, revision=options.get("revision"), cache_dir=cache_dir)
+        checkpoint = AutoDistributedModelForCausalLM.open_checkpoint(source, **options)
+        if checkpoint.parts is not None:  # what peers have sent is a folder of its own
+            source, options = checkpoint.source, {**options, "revision": None, "weights_from": "hub"}
         with ExitStack() as on_failure:
             prompts = PromptProcess(checkpoint.source, checkpoint.revision, cache_dir)
             on_failure.callback(prompts.close)
@@ -103,6 +105,11 @@ class ServedModel:
     def tool_syntax(self) -> ToolSyntax | None:
         """How the model writes tool calls; None if its chat template does not support tools."""
         return tool_syntax(self.chat_template) if self.chat_template is not None else None
+
+    @cached_property
+    def thinking_syntax(self) -> ThinkingSyntax | None:
+        """How the model marks its thoughts; None if it has none that are known here."""
+        return thinking_syntax(self.chat_template) if self.chat_template is not None else None
 
     @cached_property
     def grammars(self) -> GrammarCompiler:

@@ -13,14 +13,20 @@ from swarm.metrics.registry import Registry
 ENDPOINTS = frozenset(
     {
         "/",
+        "/detokenize",
         "/healthz",
         "/metrics",
         "/monitor",
         "/page",
         "/readyz",
+        "/tokenize",
+        "/tokenizer_info",
         "/v1/chat/completions",
         "/v1/completions",
+        "/v1/detokenize",
         "/v1/models",
+        "/v1/tokenize",
+        "/v1/tokenizer_info",
     }
 )
 """Paths by which requests are counted; a path below one of them counts there."""

@@ -31,10 +31,15 @@ def open_model(
         CheckpointError: the checkpoint cannot be used.
     """
     checkpoint = open_checkpoint(model, revision=revision, cache_dir=cache_dir)
+    return checkpoint, model_size(checkpoint, dtype, quant)
+
+
+def model_size(checkpoint: Checkpoint, dtype: str, quant: str = NONE) -> ModelSize:
+    """The size of an open checkpoint; the arguments are those of `open_model`."""
     resolved = resolve_dtype(dtype, checkpoint.config)
     needs = memory_footprint(checkpoint, resolved, INT4 if quant == NF4 else quant)
     hidden_bytes = checkpoint.config.hidden_size * resolved.itemsize
-    return checkpoint, ModelSize(checkpoint.name, needs.block_bytes, needs.cache_bytes_per_token, hidden_bytes)
+    return ModelSize(checkpoint.name, needs.block_bytes, needs.cache_bytes_per_token, hidden_bytes)
 
 
 async def fetch_compatible_servers(checkpoint: Checkpoint, config: P2PConfig) -> CompatibleServers:

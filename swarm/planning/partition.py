@@ -16,7 +16,7 @@ a prefix of the fastest token's path need not be optimal for the slowest stage.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -200,6 +200,18 @@ def _start_values(group: DeviceGroup, value: float) -> Array:
     return values
 
 
+def plan_of(group: DeviceGroup, placed: Sequence[tuple[int, Span]]) -> PipelinePlan:
+    """The plan that gives some devices, in this order, these blocks.
+
+    Args:
+        placed: index of each device in the group, and its blocks, which continue those of the one before.
+
+    Raises `NotEnoughMemory`, which names the device that cannot hold its blocks.
+    """
+    followers = [device for device, _ in placed[1:]] + [group.client_index]
+    return _build_plan(group, [_PlacedSpan(*one, to) for one, to in zip(placed, followers, strict=True)])
+
+
 def _build_plan(group: DeviceGroup, steps: list[_PlacedSpan]) -> PipelinePlan:
     first = steps[0].device
     stages = tuple(_build_stage(group, step) for step in steps)
@@ -208,7 +220,16 @@ def _build_plan(group: DeviceGroup, steps: list[_PlacedSpan]) -> PipelinePlan:
 
 def _build_stage(group: DeviceGroup, step: _PlacedSpan) -> PipelineStage:
     placed = group.place(step.device, step.span.start, step.span.end)
-    assert placed is not None
+    if placed is None:
+        device, needed = (
+            group.devices[step.device],
+            group.model.memory(step.span.start, step.span.end, group.cache_tokens),
+        )
+        raise NotEnoughMemory(
+            f"{device.name} cannot hold blocks {step.span}: they take {format_bytes(needed)} with an attention cache "
+            f"of {group.cache_tokens} tokens, and {format_bytes(device.usable_memory)} of its memory may be filled "
+            f"({MAX_MEMORY_SHARE:.0%} of what is free); give it fewer blocks, lower --cache-tokens, or use --quant int8"
+        )
     send, latency = group.send[step.device][step.to], group.latency[step.device][step.to]
     device = group.devices[step.device]
     return PipelineStage(device, step.span, placed.seconds, send, latency, placed.memory, placed.on_drive)

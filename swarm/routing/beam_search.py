@@ -78,7 +78,7 @@ def _best_switches(
     links = costs.snapshot.links
     at = links.at(boundary)
     left = spent[links.sources[at]]
-    announced = left + links.seconds[at]
+    announced = left + costs.link_seconds[at]
     useful = np.flatnonzero((left <= np.max(spent[beam])) | (announced <= np.max(np.min(through, axis=0))))
     announced, sources, ends = announced[useful], links.sources[at[useful]], links.targets[at[useful]]
     rows, columns = costs.positions_in(beam)[sources], costs.positions_in(targets)[ends]

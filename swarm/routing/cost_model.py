@@ -2,7 +2,8 @@
 
 A server pushes its output straight to the next one, so a step travels in a circle: half a round trip from the client
 to the first server, half a round trip between neighbors, half a round trip back from the last server. At each server
-it waits in the queue, is computed, and is sent.
+it waits in the queue, is computed, and is sent. Where the way between two neighbors is longer than that over the
+client, as between two homes with a relay far away, the client hands the output on.
 
 All numbers are announced by other peers and may be false, so every term is bounded: a cost is never infinite, negative
 or NaN. A server that nothing speaks for costs much, but is still better than no route.
@@ -28,6 +29,13 @@ SPARSE_PENALTY = 0.05
 """Share by which the compute time of a server that computes with some neurons only counts as longer. At equal speed an
 exact server is used; one that is slower by more than this share is not worth waiting for, for a client that accepts
 approximate results."""
+
+RELAYED_PENALTY_S = 0.002
+"""Cost of a server that is reached through a relay, beside its round trip, which is that of its way: of two servers
+that are as quick, the one that needs no other peer is used."""
+
+VIA_CLIENT_S = 0.01
+"""What it costs that a client hands on a server's output, beside the way: its own time, and its line."""
 
 MIN_RATE = 1e-6
 """Lower bound on assumed rates (blocks/s, or tokens/s on a link): keeps 1 / rate far from overflowing."""
@@ -63,6 +71,7 @@ class CostModel:
         usable: which servers may be used, [S].
         server_seconds: fixed cost of using the server: queue, sending the output, penalties, [S].
         block_seconds: cost of each block that it computes, [S].
+        link_seconds: one-way seconds of each announced link, [L]; over the client, where that is shorter.
     """
 
     def __init__(self, snapshot: SwarmSnapshot, requirements: RouteRequirements) -> None:
@@ -72,6 +81,7 @@ class CostModel:
         self.server_seconds: Floats = _queue_and_wire(snapshot, requirements)
         self.block_seconds: Floats = _block_seconds(snapshot, requirements)
         self._half_client: Floats = np.minimum(snapshot.client_round_trips, MAX_SECONDS) / 2
+        self.link_seconds: Floats = np.minimum(snapshot.links.seconds, link_seconds_over_client(snapshot))
         numbers = snapshot.numbers
         for peer_id in requirements.avoid & numbers.keys():
             self.usable[numbers[peer_id]] = False
@@ -85,13 +95,13 @@ class CostModel:
         return np.flatnonzero(self.snapshot.holders(block) & self.usable)
 
     def travel_seconds(self, sources: Indices, targets: Indices) -> Floats:
-        """One-way seconds from each source to each target, [sources, targets]: announced, or else estimated."""
+        """One-way seconds from each source to each target, [sources, targets]: of the link, or else estimated."""
         seconds = self.estimated_travel_seconds(sources, targets)
         links = self.snapshot.links
         rows = self.positions_in(sources)[links.sources]
         columns = self.positions_in(targets)[links.targets]
         both = (rows >= 0) & (columns >= 0)
-        seconds[rows[both], columns[both]] = links.seconds[both]
+        seconds[rows[both], columns[both]] = self.link_seconds[both]
         return seconds
 
     def estimated_travel_seconds(self, sources: Indices, targets: Indices) -> Floats:
@@ -132,6 +142,25 @@ class CostModel:
         if peer_id is not None:
             seconds = np.maximum(seconds, min(self.snapshot.client_round_trip(peer_id), MAX_SECONDS) / 2)
         return seconds
+
+
+def link_seconds_over_client(snapshot: SwarmSnapshot) -> Floats:
+    """One-way seconds over the client of each announced link, [L]; infinite where it has not measured both servers."""
+    ways = np.where(snapshot.measured, np.minimum(snapshot.client_round_trips, MAX_SECONDS) / 2, np.inf)
+    seconds: Floats = ways[snapshot.links.sources] + ways[snapshot.links.targets] + VIA_CLIENT_S
+    return seconds
+
+
+def is_nearer_over_client(snapshot: SwarmSnapshot, before: str, after: str) -> bool:
+    """Whether a step is sooner at one server if the client hands it on than if another one pushes it there."""
+    numbers = snapshot.numbers
+    if before not in numbers or after not in numbers or not {before, after} <= snapshot.round_trips.keys():
+        return False
+    announced = dict(snapshot.servers[numbers[before]].round_trips).get(after)
+    if announced is None:
+        return False
+    over_client = snapshot.client_round_trip(before) + snapshot.client_round_trip(after)
+    return min(over_client, MAX_SECONDS) / 2 + VIA_CLIENT_S < min(announced, MAX_SECONDS) / 2
 
 
 def announced_seconds(hop: Hop, tokens: int) -> float:
@@ -184,7 +213,7 @@ def _queue_and_wire(snapshot: SwarmSnapshot, requirements: RouteRequirements) ->
     wire = np.where(network > 0, requirements.tokens / np.maximum(network, MIN_RATE), 0.0)
     full = snapshot.caches < requirements.cache_tokens
     seconds: Floats = np.minimum(snapshot.queues, MAX_SECONDS) + wire + FULL_CACHE_PENALTY_S * full
-    return seconds
+    return seconds + RELAYED_PENALTY_S * snapshot.relayed
 
 
 def _block_seconds(snapshot: SwarmSnapshot, requirements: RouteRequirements) -> Floats:

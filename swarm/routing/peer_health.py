@@ -21,6 +21,10 @@ MAX_STRIKES = 16
 
 MAX_KEPT_REASONS = 8
 
+RETRY_AFTER_S = 2.0
+"""Where no other server holds a block, one at home that could not be reached is tried again after this time: its router
+may have been away for a moment."""
+
 
 class PeerFailure(enum.Enum):
     """Why a peer could not be used. Each reason has its own first ban."""
@@ -65,6 +69,7 @@ class _PeerRecord:
     banned_until: float = float("-inf")
     same_strike_until: float = float("-inf")
     ban_seconds: float = 0.0
+    failed_at: float = float("-inf")
     reasons: deque[PeerFailure] = field(default_factory=lambda: deque(maxlen=MAX_KEPT_REASONS))
 
 
@@ -103,6 +108,7 @@ class PeerHealth:
             record.reasons.append(reason)
         if now + seconds >= record.banned_until:
             record.banned_until, record.ban_seconds = now + seconds, seconds
+        record.failed_at = now
         self._records[peer_id] = record
         while len(self._records) > self.max_peers:
             self._records.popitem(last=False)
@@ -125,6 +131,17 @@ class PeerHealth:
     def banned_peers(self, now: float) -> frozenset[str]:
         """Ids of the peers that are banned now."""
         return frozenset(peer_id for peer_id, record in self._records.items() if now < record.banned_until)
+
+    def worth_a_try(self, now: float) -> frozenset[str]:
+        """Ids of the banned peers that may be tried before their ban ends, if there is no other way: the last time
+        that they were used, they could not be reached."""
+        return frozenset(
+            peer_id
+            for peer_id, record in self._records.items()
+            if now < record.banned_until
+            and record.reasons[-1] is PeerFailure.UNREACHABLE
+            and now - record.failed_at >= RETRY_AFTER_S
+        )
 
     def penalties(self, now: float) -> dict[str, float]:
         """Peer id -> seconds to add to the cost of using the peer, for peers with strikes."""

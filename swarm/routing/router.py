@@ -5,13 +5,20 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 
 from swarm.data_structures import Hop, Route, ServerInfo, Span
 from swarm.errors import MissingBlocks
 from swarm.routing.batch_split import BatchShare, split_batch
 from swarm.routing.beam_search import find_route
-from swarm.routing.cost_model import CostModel, RouteRequirements, announced_seconds, route_seconds
+from swarm.routing.cost_model import (
+    CostModel,
+    RouteRequirements,
+    announced_seconds,
+    is_nearer_over_client,
+    route_seconds,
+)
 from swarm.routing.link_trust import LinkTrust
 from swarm.routing.measured_overruns import MeasuredOverruns
 from swarm.routing.peer_health import PeerHealth
@@ -22,7 +29,7 @@ PINGS_PER_ROUND = 32
 """Servers that a client pings at a time: enough to find near ones soon, few enough not to cause noticeable load."""
 
 MAX_NAMED_SERVERS = 3
-"""Number of servers that an error message lists one by one."""
+"""Number of servers, or of models, that an error message lists one by one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,14 +51,14 @@ class Router:
     """Plans routes for one client. All times are seconds of one clock, passed in by the caller.
 
     Args:
-        allowed_servers: peer ids that may be used; None allows all.
+        allowed_servers: peer ids that may be used, looked at anew for each snapshot; None allows all.
         blocked_servers: peer ids that are never used.
         health: failures of the peers, which other components may record; a new, empty record by default.
     """
 
     def __init__(
         self,
-        allowed_servers: frozenset[str] | None = None,
+        allowed_servers: AbstractSet[str] | None = None,
         blocked_servers: frozenset[str] = frozenset(),
         health: PeerHealth | None = None,
     ) -> None:
@@ -63,6 +70,7 @@ class Router:
         self.overruns = MeasuredOverruns()
         self._announced: tuple[ServerInfo, ...] = ()
         self._excluded: Mapping[str, str] = {}
+        self._other_models: tuple[str, ...] = ()
         self._snapshot = SwarmSnapshot(())
 
     @property
@@ -70,15 +78,22 @@ class Router:
         """The servers that this client may use, as of the last update, including banned ones."""
         return self._snapshot
 
-    def update(self, servers: Iterable[ServerInfo], excluded: Mapping[str, str] | None = None) -> None:
+    def update(
+        self,
+        servers: Iterable[ServerInfo],
+        excluded: Mapping[str, str] | None = None,
+        other_models: Sequence[str] = (),
+    ) -> None:
         """Replace the known servers.
 
         Args:
             servers: online and compatible servers, one for each peer id.
             excluded: peer id -> why the server cannot be used (see `swarm.routing.compatibility`), for error messages.
+            other_models: names of the models that the swarm serves, if none serves this one; also for messages.
         """
         self._announced = tuple(servers)
         self._excluded = dict(excluded or {})
+        self._other_models = tuple(other_models)
         permitted = tuple(server for server in self._announced if self._is_permitted(server.peer_id))
         self._snapshot = SwarmSnapshot(permitted, self._snapshot.round_trips)
 
@@ -101,13 +116,23 @@ class Router:
     ) -> Route:
         """Find the best route over `span`; see `RouteRequirements` for the arguments.
 
+        Where there is none otherwise, servers at home that could not be reached a moment ago are used all the same.
+
         Raises:
             MissingBlocks: no usable server holds some of the blocks. The error names them, and says why the servers
                 that hold them cannot be used.
         """
         requirements = self._with_health(now, RouteRequirements(tokens, cache_tokens, before, after, avoid))
         try:
-            return find_route(self._snapshot, span, requirements)
+            try:
+                return find_route(self._snapshot, span, requirements)
+            except MissingBlocks:
+                worth_a_try = self.health.worth_a_try(now) & self._relayed()
+                if not worth_a_try:
+                    raise
+                return find_route(
+                    self._snapshot, span, replace(requirements, avoid=requirements.avoid - worth_a_try | avoid)
+                )
         except MissingBlocks as error:
             raise MissingBlocks(error.blocks, self._explain_missing_blocks(error.blocks, now)) from None
 
@@ -130,6 +155,11 @@ class Router:
         if peers <= self._snapshot.numbers.keys():  # the session has its room there already
             current_seconds = route_seconds(self._snapshot, current, replace(requirements, cache_tokens=0))
         return Alternative(route, route_seconds(self._snapshot, route, requirements), current_seconds)
+
+    def may_push(self, before: str, after: str, now: float) -> bool:
+        """Whether one server should push its outputs to another: neither has lied about the other, and the way over
+        this client is not shorter."""
+        return self.links.trusts(before, after, now) and not is_nearer_over_client(self._snapshot, before, after)
 
     def note_step(self, hop: Hop, seconds: float, tokens: int, now: float) -> None:
         """A server took `seconds` for a step, from this client and back, or from a server in the same place."""
@@ -194,6 +224,10 @@ class Router:
             penalties[peer_id] = penalties.get(peer_id, 0.0) + seconds
         return replace(requirements, avoid=avoid, penalties=penalties, overruns=self.overruns.charges(now))
 
+    def _relayed(self) -> frozenset[str]:
+        """Ids of the servers that are reached through relays, which may be lost and replaced within seconds."""
+        return frozenset(server.peer_id for server in self._snapshot.servers if server.relayed)
+
     def _is_permitted(self, peer_id: str) -> bool:
         allowed = self.allowed_servers is None or peer_id in self.allowed_servers
         return allowed and peer_id not in self.blocked_servers
@@ -202,14 +236,21 @@ class Router:
         """Why no server can be used for the blocks, for an error message."""
         holders = [server for server in self._announced if any(block in server.span for block in blocks)]
         if holders:
-            named = holders[:MAX_NAMED_SERVERS]
-            reasons = [f"{server.short_id} {self._explain_exclusion(server.peer_id, now)}" for server in named]
+            first = holders[:MAX_NAMED_SERVERS]
+            reasons = [f"{server.short_id} {self._explain_exclusion(server.peer_id, now)}" for server in first]
             if len(holders) > MAX_NAMED_SERVERS:
                 reasons.append(f"{len(holders) - MAX_NAMED_SERVERS} more servers cannot be used either")
             return "; ".join(reasons)
         if self._excluded:
             peer_id, reason = next(iter(self._excluded.items()))
             return f"{len(self._excluded)} server(s) cannot be used, such as …{peer_id[-6:]}: {reason}"
+        if self._other_models:
+            named = ", ".join(self._other_models[:MAX_NAMED_SERVERS])
+            more = len(self._other_models) - MAX_NAMED_SERVERS
+            return (
+                f"this swarm does not serve that model; it serves {named}{f' and {more} more' if more > 0 else ''}. "
+                "A model in a local folder goes by the folder's name"
+            )
         return "no online server announces them"
 
     def _explain_exclusion(self, peer_id: str, now: float) -> str:

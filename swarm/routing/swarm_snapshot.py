@@ -80,7 +80,7 @@ class SwarmSnapshot:
         """The same servers with newer measurements. Cached columns, which are costly to build, are kept."""
         renewed = replace(self, round_trips=round_trips)
         for name, value in vars(self).items():
-            if name != "client_round_trips":
+            if name not in ("client_round_trips", "measured"):
                 vars(renewed).setdefault(name, value)
         return renewed
 
@@ -134,12 +134,22 @@ class SwarmSnapshot:
         return np.fromiter((server.sparse for server in self.servers), np.bool_, len(self))
 
     @cached_property
+    def relayed(self) -> Flags:
+        """Which servers are reached through a relay only, [S]."""
+        return np.fromiter((server.relayed for server in self.servers), np.bool_, len(self))
+
+    @cached_property
     def client_round_trips(self) -> Floats:
         """Seconds from the client to each server and back, measured or assumed, [S]."""
         seconds = np.full(len(self), self.default_round_trip)
         for peer_id in self.round_trips.keys() & self.numbers.keys():
             seconds[self.numbers[peer_id]] = self.round_trips[peer_id]
         return seconds
+
+    @cached_property
+    def measured(self) -> Flags:
+        """To which servers the client has measured its round trip, [S]."""
+        return np.fromiter((server.peer_id in self.round_trips for server in self.servers), np.bool_, len(self))
 
     def holders(self, block: int) -> Flags:
         """Which servers hold the block, [S]."""

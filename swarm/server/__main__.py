@@ -119,6 +119,27 @@ OPTIONS_AS_GIVEN = (
     help="Share of the attention cache that a new peer keeps if others want it. It grows within an hour of use.",
 )
 @click.option("--cache-dir", type=click.Path(file_okay=False, path_type=Path), help="Folder for files from the hub.")
+@click.option(
+    "--weights-from",
+    default="auto",
+    metavar="auto|hub|peers|FOLDER",
+    help="Where the weights of MODEL come from (docs/public-swarm.md). auto: this machine or the hub, and from servers "
+    "of the swarm that share them if the hub cannot be reached.",
+)
+@console.weight_options
+@click.option(
+    "--share-weights",
+    type=click.Choice(["auto", "on", "off"]),
+    default="auto",
+    help="Let other servers and clients get weights from this one. Licences of some models forbid it among strangers, "
+    "so auto is on in a private swarm only.",
+)
+@click.option(
+    "--share-rate",
+    metavar="SIZE",
+    help="Bytes a second that are sent so at most, such as 10MB. While clients use this server it sends less anyway.  "
+    "[default: no limit]",
+)
 @click.option("--update-period", type=click.FloatRange(1, 200), default=30.0, help="Seconds between announcements.")
 @click.option(
     "--compile",
@@ -153,7 +174,7 @@ def main(**options: Any) -> None:
     from swarm.server.lifecycle import Server
 
     server = Server(config)
-    uvloop.run(_serve(server, config.model, peers))
+    uvloop.run(_serve(server, config.model))
     if server.computing:  # loading, say; Python would abort the process where it ends the thread inside torch
         logging.shutdown()
         sys.stdout.flush()
@@ -165,7 +186,7 @@ def _server_config(options: Mapping[str, Any], peers: tuple[str, ...]) -> Server
     from swarm.membership.invite import read_invite
     from swarm.metrics.endpoint import MetricsAddress
     from swarm.models.flash.reading.record_reader import FlashIo
-    from swarm.server.config import BlocksOption, ExitsOption, ServerConfig
+    from swarm.server.config import BlocksOption, ExitsOption, ServerConfig, WeightsOption
     from swarm.server.flash_budget import FlashOption
     from swarm.server.throughput.throughput_cache import default_path
     from swarm.server.throughput.throughput_option import ThroughputOption
@@ -184,10 +205,18 @@ def _server_config(options: Mapping[str, Any], peers: tuple[str, ...]) -> Server
             announce_maddrs=console.split_addresses(options["announce_maddrs"]),
             identity_path=options["identity_path"],
             membership=read_invite(options["membership"]),
+            relay=options["relay"],
         ),
         throughput=ThroughputOption.parse(options["throughput"]),
         throughput_cache=throughput_cache,
         compile_cache_dir=compile_cache_dir,
+        weights=WeightsOption(
+            source=options["weights_from"],
+            digests=options["digests"],
+            trust_on_first_use=options["trust_on_first_use"],
+            share={"on": True, "off": False}.get(options["share_weights"]),
+            share_rate=_size_option("--share-rate", options["share_rate"]),
+        ),
         adapter_memory=_size_option("--adapter-memory", options["adapter_memory"]),
         request_memory=_size_option("--request-memory", options["request_memory"]),
         metrics=MetricsAddress.parse(options["metrics"]) if options["metrics"] is not None else None,
@@ -197,7 +226,7 @@ def _server_config(options: Mapping[str, Any], peers: tuple[str, ...]) -> Server
     )
 
 
-async def _serve(server: Server, model: str | None, peers: tuple[str, ...]) -> None:
+async def _serve(server: Server, model: str | None) -> None:
     """Run until SIGINT or SIGTERM, also while the server is still starting."""
     leave = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -214,8 +243,7 @@ async def _serve(server: Server, model: str | None, peers: tuple[str, ...]) -> N
     # What is loaded stays. Without the million objects of the imports, garbage collection costs a server nothing.
     gc.collect()
     gc.freeze()
-    addresses = await server.peer.visible_addresses()
-    for line in join_instructions(model, (*addresses, *peers)):
+    for line in join_instructions(model, await server.peer.join_addresses()):
         logger.info("%s", line)
     lost = asyncio.create_task(server.lost())
     await asyncio.wait({leaving, lost}, return_when=asyncio.FIRST_COMPLETED)

@@ -84,6 +84,42 @@ class ExitsOption:
 
 
 @dataclass(frozen=True)
+class WeightsOption:
+    """The `--weights-from` option and what goes with it: where weights come from, and who gets them from here.
+
+    Attributes:
+        source: "auto", "hub", "peers", or a folder. auto: from peers if the model is no folder and the hub cannot be
+            reached.
+        digests: file of `swarm digest --for-peers`, which says what weights from peers must be.
+        trust_on_first_use: whether to believe the peers that are met first, if there is no such file.
+        share: whether other peers get weights from this server; None to leave it to the swarm.
+        share_rate: bytes/s that are sent to other peers at most; None for no bound.
+    """
+
+    source: str = "auto"
+    digests: Path | None = None
+    trust_on_first_use: bool = False
+    share: bool | None = None
+    share_rate: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.share_rate == 0:
+            raise InvalidOption("--share-rate 0 would send nothing: use --share-weights off instead")
+
+    @property
+    def folder(self) -> str | None:
+        """The folder that was given as the source; None if it is none."""
+        return None if self.source in ("auto", "hub", "peers") else self.source
+
+    def shares(self, is_private: bool) -> bool:
+        """Whether this server shares weights: in a private swarm unless told otherwise, in an open one if told to.
+
+        Some models' licences forbid to pass them on to strangers.
+        """
+        return is_private if self.share is None else self.share
+
+
+@dataclass(frozen=True)
 class ServerConfig:
     """The options of one server, as given on the command line.
 
@@ -106,6 +142,7 @@ class ServerConfig:
         request_memory: bytes for requests on their way; None for the default.
         new_peer_share: share of the cache that a new peer keeps if others want it.
         cache_dir: where files from the hub are kept; None for the hub's own folder.
+        weights: where weights come from, and who gets them from here.
         update_period: seconds between announcements.
         threads: torch threads; None for torch's own choice.
         metrics: address of the Prometheus endpoint; None for no endpoint and no counting.
@@ -142,6 +179,7 @@ class ServerConfig:
     flash_exact: bool = False
     exits: ExitsOption | None = None
     exits_from: Path | None = None
+    weights: WeightsOption = field(default_factory=WeightsOption)
 
     @property
     def may_move(self) -> bool:

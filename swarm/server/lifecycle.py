@@ -17,6 +17,7 @@ from swarm.common.version import VERSION
 from swarm.data_structures import Mobility, ModelInfo, ServerInfo, ServerState, Span
 from swarm.dht.announcer import Announcer, adapter_names
 from swarm.dht.directory import fetch_servers
+from swarm.dht.relay_directory import RelayDirectory
 from swarm.dht.validation import AnnouncementValidator
 from swarm.errors import DhtError, InvalidSpan, ServerClosing, SwarmError, UsageError
 from swarm.metrics.endpoint import MetricsEndpoint
@@ -33,6 +34,7 @@ from swarm.server.resolved_config import ResolvedConfig, resolve_config
 from swarm.server.span_service import SpanService
 from swarm.server.throughput.compute_measurement import remembered_throughput
 from swarm.server.throughput.link_measurement import LinkMeasurement
+from swarm.server.weight_source import WeightSharing, WeightSource
 from swarm.transport.joining import join_network
 from swarm.transport.p2p import Peer
 from swarm.transport.process_folder import remove_abandoned_folders
@@ -70,6 +72,7 @@ class Server:
         self.span: Span | None = None
         self._compute_thread = ComputeThread()
         self._state = ServerState.JOINING
+        self._said_ready: bool | None = None
         self._service: SpanService | None = None
         self._head: Callable[[torch.Tensor], torch.Tensor] | None = None
         """By which early hidden states are read. Loaded once: it does not depend on the blocks."""
@@ -77,6 +80,8 @@ class Server:
         self._throughput = config.throughput.rate or 1.0
         """Blocks x tokens per second. While blocks are loading: the throughput at the former blocks, if any."""
         self._peer: Peer | None = None
+        self._weights: WeightSource | None = None
+        self._sharing: WeightSharing | None = None
         self._announcer: Announcer | None = None
         self._links: LinkMeasurement | None = None
         self._move_loop: MoveLoop | None = None
@@ -140,21 +145,39 @@ class Server:
         await self._compute_thread.run(remove_abandoned_folders)
         if options.threads is not None:
             await self._compute_thread.run(torch.set_num_threads, options.threads)
-        config = await self._compute_thread.run(resolve_config, options)  # which may measure this machine
-
-        self._peer = await join_network(options.p2p, AnnouncementValidator())
+        self._weights = await WeightSource.open(options, self._compute_thread, self._join)
+        # This may measure the machine.
+        config = await self._compute_thread.run(resolve_config, options, self._weights.checkpoint)
+        self._peer = await self._join()
+        self._sharing = WeightSharing(options, config.checkpoint, lambda: self._is_busy)
+        await self._peer.serve_weights(self._sharing.serve)
+        reach = self._peer.reach
+        reach.relay_source = RelayDirectory(self._peer, config.checkpoint.name, config.checkpoint.blocks).relays
         logger.info("Peer: %s, listening on %s", self._peer.peer_id, ", ".join(await self._peer.visible_addresses()))
         self.span = await self._choose_span(config)
         self._throughput = await self._expected_throughput(config, self.span)
         checkpoint = config.checkpoint
         announced = ModelInfo(checkpoint.name, checkpoint.blocks, checkpoint.revision)
         self._announcer = Announcer(self._peer, announced, lambda: self._announcement(config), options.update_period)
+        reach.changed = lambda: self._on_reach_changed(config)
         await self._announcer.announce()  # as joining, so that the next server takes other blocks
+        await self._weights.require(self.span)
         service = await self._load(config, self.span)
+        self._sharing.look_again()
         await self._peer.serve(self._dispatch)
         await self._announce_ready(config)
         self._announcer.start()
         self._start_background_tasks(config, service)
+
+    async def _join(self) -> Peer:
+        """This server's place in the network; it is taken once."""
+        if self._peer is None:
+            self._peer = await join_network(self.config.p2p, AnnouncementValidator())
+        return self._peer
+
+    @property
+    def _is_busy(self) -> bool:
+        return self._service is not None and self._service.engine.is_busy
 
     def _start_background_tasks(self, config: ResolvedConfig, service: SpanService) -> None:
         loop = asyncio.get_running_loop()
@@ -226,8 +249,29 @@ class Server:
     async def _announce_ready(self, config: ResolvedConfig) -> None:
         """Announce that clients may come, and say so to those who wait for this server's output."""
         assert self._announcer is not None
+        await self.peer.reach.known.wait()
         await self._announcer.announce()
-        logger.info("Ready: serving blocks %s of %s", self.span, config.checkpoint.name)
+        self._say_whether_ready(config)
+
+    def _on_reach_changed(self, config: ResolvedConfig) -> None:
+        """Announce how others reach this server now, or that they cannot."""
+        assert self._announcer is not None
+        self._announcer.announce_soon()
+        if self._said_ready is not None and self.peer.reach.is_reachable is not self._said_ready:
+            self._say_whether_ready(config)
+
+    def _say_whether_ready(self, config: ResolvedConfig) -> None:
+        self._said_ready = self.peer.reach.is_reachable
+        if self._said_ready:
+            logger.info("Ready: serving blocks %s of %s", self.span, config.checkpoint.name)
+        else:
+            reach = self.peer.reach
+            advice = reach.advise()
+            logger.warning(
+                "Not ready, so no client is sent here: this server is %s.%s",
+                reach.describe(),
+                f" What would help: {advice}" if advice else "",
+            )
 
     async def _dispatch(self, stream: Stream) -> None:
         """Hand a stream to the blocks that are held when it is opened."""
@@ -245,8 +289,10 @@ class Server:
         old = self._service
         assert old is not None
         assert self._announcer is not None
+        assert self._weights is not None
         try:
             await self._compute_thread.run(config.budget.check_fits, span)
+            await self._weights.require(span)  # while the old blocks go on serving
         except UsageError as error:
             logger.warning("Staying at blocks %s: %s", old.span, error)
             return False
@@ -267,16 +313,21 @@ class Server:
             self.span = home
             await self._load(config, home)
         self._observer.span_moved(closes_gap, arrived=self.span == span)
+        if self._sharing is not None:
+            self._sharing.look_again()
         await self._announce_ready(config)
         return True
 
     def _announcement(self, config: ResolvedConfig) -> ServerInfo:
         assert self.span is not None
-        service = self._service if self._state is not ServerState.JOINING else None
+        reach, state = self.peer.reach, self._state
+        if state is ServerState.ONLINE and not reach.is_reachable:
+            state = ServerState.JOINING
+        service = self._service if state is not ServerState.JOINING else None
         return ServerInfo(
             peer_id=self.peer.peer_id,
             span=self.span,
-            state=self._state,
+            state=state,
             throughput=service.throughput.decode if service else self._throughput,
             cache_tokens_free=max(0, service.sessions.free) if service else 0,
             revision=config.checkpoint.revision,
@@ -295,6 +346,8 @@ class Server:
             perplexity_loss=service.perplexity_loss if service else None,
             exit_blocks=service.exits.blocks if service else (),
             exit_confidences=service.exits.confidences if service else (),
+            shares_weights=self._sharing is not None and self._sharing.is_on,
+            relayed_peers=self.config.p2p.relayed_peers if reach.may_relay else 0,
         )
 
     def _will_be_sparse(self, config: ResolvedConfig) -> bool:
@@ -314,6 +367,8 @@ class Server:
         for task in self._background_tasks:
             task.cancel()
         await asyncio.gather(*self._background_tasks, return_exceptions=True)
+        if self._sharing is not None:
+            await self._sharing.close()
         if self._links is not None:
             await self._links.stop()
         if self._announcer is not None:

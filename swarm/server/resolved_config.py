@@ -68,8 +68,11 @@ class ResolvedConfig:
         return self.quantization if self.flash is None else f"{self.quantization}, {self.flash.description}"
 
 
-def resolve_config(options: ServerConfig) -> ResolvedConfig:
-    """Open the checkpoint and decide device, dtype, quantization and sizes. Blocks, for a download at worst.
+def resolve_config(options: ServerConfig, checkpoint: Checkpoint | None = None) -> ResolvedConfig:
+    """Decide device, dtype, quantization and sizes. Blocks, for a download at worst.
+
+    Args:
+        checkpoint: the model; None to open it by the options.
 
     Raises:
         ModelNotFound, CheckpointError, UnsupportedModel: the model cannot be served.
@@ -78,7 +81,8 @@ def resolve_config(options: ServerConfig) -> ResolvedConfig:
         AdapterError: the lenses and classifiers cannot be used.
         NotEnoughMemory: the blocks that were asked for would fit without exits, or the exits' head cannot be loaded.
     """
-    checkpoint = open_checkpoint(options.model, revision=options.revision, cache_dir=options.cache_dir)
+    if checkpoint is None:
+        checkpoint = open_checkpoint(options.model, revision=options.revision, cache_dir=options.cache_dir)
     if options.blocks.span is not None:
         checkpoint.validate_span(options.blocks.span.start, options.blocks.span.end)
     device = memory_budget.resolve_device(options.device)

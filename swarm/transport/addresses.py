@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import errno
+import re
 import socket
 from collections.abc import Iterable
-from ipaddress import ip_address
+from ipaddress import IPv6Address, ip_address
 
 from multiaddr import Multiaddr
 from multiaddr.exceptions import Error as MultiaddrError
 
 from swarm.errors import AddressUnavailable, InvalidOption
+
+_PORT = re.compile(r"[1-9][0-9]{0,4}")
+_BASE58 = re.compile(r"[1-9A-HJ-NP-Za-km-z]{1,128}")
+_BROADCAST = "255.255.255.255"
 
 
 def parse_peers(addresses: Iterable[str]) -> tuple[str, ...]:
@@ -66,6 +71,8 @@ def _try_bind(address: str, parsed: Multiaddr, port: int, kind: socket.SocketKin
     with socket.socket(family, kind) as probe:
         # The daemon sets this too: a port in TIME_WAIT after a restart counts as free.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)  # as the daemon: IPv4 has a socket of its own
         try:
             probe.bind((host, port))
             if kind == socket.SOCK_STREAM:
@@ -75,3 +82,51 @@ def _try_bind(address: str, parsed: Multiaddr, port: int, kind: socket.SocketKin
             raise AddressUnavailable(
                 f"cannot listen on {address}: {why}; choose another port, or 0 for any free one"
             ) from None
+
+
+def is_direct(address: str) -> bool:
+    """Whether this is exactly the multiaddress of a TCP port of one machine, which is not this one for everybody."""
+    parts = address.split("/")
+    if len(parts) != 5 or parts[0] or parts[3] != "tcp":
+        return False
+    _, kind, host, _, port = parts
+    if not is_ip(host) or f"ip{ip_address(host).version}" != kind or not _PORT.fullmatch(port) or int(port) > 65535:
+        return False
+    there = ip_address(host)
+    mapped = there.ipv4_mapped if isinstance(there, IPv6Address) else None
+    return not any(
+        one.is_loopback or one.is_unspecified or one.is_multicast or str(one) == _BROADCAST
+        for one in (there, mapped or there)
+    )
+
+
+def is_circuit(address: str) -> bool:
+    """Whether this is exactly the multiaddress of a peer behind a relay that is dialed directly."""
+    direct, is_named, behind = address.partition("/p2p/")
+    relay, _, circuit = behind.partition("/")
+    return bool(is_named) and is_direct(direct) and circuit == "p2p-circuit" and _is_peer_id(relay)
+
+
+def is_lan(address: str) -> bool:
+    """Whether a multiaddress can be dialed in the same local network only; a link-local one cannot, without a zone."""
+    if not is_direct(address):
+        return False
+    host = ip_address(address.split("/")[2])
+    return not host.is_global and not host.is_link_local
+
+
+def is_ip(host: str) -> bool:
+    """Whether this is an IP address that means the same on every machine, so one without a zone."""
+    try:
+        return bool(ip_address(host)) and "%" not in host
+    except ValueError:
+        return False
+
+
+def _is_peer_id(text: str) -> bool:
+    if not _BASE58.fullmatch(text):
+        return False
+    try:
+        return "p2p" in Multiaddr(f"/p2p/{text}")
+    except (MultiaddrError, ValueError, LookupError, TypeError):
+        return False

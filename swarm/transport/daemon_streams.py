@@ -1,12 +1,14 @@
-"""Streams to other peers, opened through the libp2p daemon."""
+"""Connections and streams to other peers, opened through the libp2p daemon."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 
 from hivemind.p2p import P2P, PeerID
 from hivemind.p2p.p2p_daemon_bindings.utils import raise_if_failed, read_pbmsg_safe, write_pbmsg
 from hivemind.proto import p2pd_pb2
+from multiaddr import Multiaddr
 
 
 async def open_stream(p2p: P2P, peer: PeerID, protocol: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
@@ -21,6 +23,24 @@ async def open_stream(p2p: P2P, peer: PeerID, protocol: str) -> tuple[asyncio.St
         type=p2pd_pb2.Request.STREAM_OPEN,
         streamOpen=p2pd_pb2.StreamOpenRequest(peer=peer.to_bytes(), proto=[protocol]),
     )
+    return await _ask(p2p, request)
+
+
+async def connect(p2p: P2P, peer: PeerID, addresses: Sequence[Multiaddr]) -> None:
+    """Connect to a peer at some of these addresses, unless it is connected already. Raises the same as `open_stream`.
+
+    Whoever gives up waiting closes the socket to the daemon, which then gives up dialing.
+    """
+    request = p2pd_pb2.Request(
+        type=p2pd_pb2.Request.CONNECT,
+        connect=p2pd_pb2.ConnectRequest(peer=peer.to_bytes(), addrs=[address.to_bytes() for address in addresses]),
+    )
+    _, writer = await _ask(p2p, request)
+    writer.close()
+
+
+async def _ask(p2p: P2P, request: p2pd_pb2.Request) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """Ask the daemon over a socket of its own. Raises `ControlFailure` if it says no."""
     reader, writer = await p2p._client.control.daemon_connector.open_connection()
     try:
         await write_pbmsg(writer, request)

@@ -8,14 +8,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import shutil
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from hivemind.p2p import P2P, P2PDaemonError, PeerID
 
+from swarm.data_structures import Whereabouts
 from swarm.errors import (
     ClockDiffers,
     DhtError,
@@ -28,8 +28,9 @@ from swarm.errors import (
 from swarm.membership.invite import Invite
 from swarm.membership.membership import Membership
 from swarm.membership.revocations import Revocations
+from swarm.protocol.messages import WEIGHTS_PROTOCOL_ID, WORKER_PROTOCOL_ID
 from swarm.transport import addresses
-from swarm.transport.daemon_calls import mend_calls
+from swarm.transport.daemon import DaemonOptions, start_daemon
 from swarm.transport.dht.node import DhtNode
 from swarm.transport.dht.records import RecordRules
 from swarm.transport.identity import Identity, load_or_create
@@ -38,6 +39,9 @@ from swarm.transport.members.gate import MemberGate
 from swarm.transport.members.greetings import Greetings, greet_all, require_welcome
 from swarm.transport.peer_streams import PeerStreams
 from swarm.transport.process_folder import ProcessFolder
+from swarm.transport.reach.address_book import AddressBook
+from swarm.transport.reach.dial_back import DialBack
+from swarm.transport.reach.reachability import Reachability, ReachOptions
 from swarm.transport.stream import Stream, StreamHandler
 
 logger = logging.getLogger(__name__)
@@ -46,6 +50,9 @@ FLUSH_DELAY_S = 0.1
 """How long the daemon may take to send what was written to it, before it is shut down."""
 
 DHT_SHUTDOWN_TIMEOUT_S = 1.0
+
+RELAYED_PEERS = 64
+"""How many peers behind routers a peer relays for, unless it is told otherwise."""
 
 
 @dataclass(frozen=True)
@@ -59,8 +66,9 @@ class P2PConfig:
         identity_path: file of the peer's key; None for a temporary identity. The newest list of revocations is kept
             beside it.
         membership: this peer's invite to a private swarm; None for an open swarm.
-        relay: whether a peer of a private swarm relays traffic, see `swarm dht --relay`. In an open swarm every
-            reachable peer does.
+        relay: how many peers behind routers this one relays for, if others can reach it, or whether it does. None
+            leaves it to the swarm: a private one has no relays, because they would relay for strangers, too.
+        relay_limits: other limits of the relay than the usual ones, by the daemon's own names.
     """
 
     initial_peers: tuple[str, ...] = ()
@@ -68,11 +76,25 @@ class P2PConfig:
     announce_maddrs: tuple[str, ...] = ()
     identity_path: Path | None = None
     membership: Invite | None = None
-    relay: bool = False
+    relay: bool | int | None = None
+    relay_limits: Mapping[str, object] = field(default_factory=dict)
 
     @property
     def is_client(self) -> bool:
         return not self.host_maddrs
+
+    @property
+    def is_local(self) -> bool:
+        """Whether this peer is reached from its own machine only, or not at all."""
+        return self.is_client or addresses.is_loopback(self.host_maddrs)
+
+    @property
+    def relayed_peers(self) -> int:
+        """How many peers behind routers may hold a place at this one."""
+        if self.is_client:
+            return 0
+        relay = self.relay if self.relay is not None else self.membership is None
+        return int(relay) if not isinstance(relay, bool) else RELAYED_PEERS if relay else 0
 
 
 class Peer:
@@ -86,18 +108,25 @@ class Peer:
         folder: ProcessFolder,
         streams: PeerStreams,
         gate: MemberGate | None,
+        reach: Reachability,
+        book: AddressBook,
+        initial_peers: tuple[str, ...] = (),
     ) -> None:
         self.peer_id = identity.peer_id
         self.identity = identity
         self.dht = dht
+        self.reach = reach
         self._p2p = p2p
         self._folder = folder
         self._streams = streams
         self._gate = gate
+        self._book = book
+        self._initial_peers = initial_peers
         self._greeting: asyncio.Task[None] | None = None
         if gate is not None:
             greetings = Greetings(gate, streams.greet, self._neighbors)
             self._greeting = asyncio.get_running_loop().create_task(greetings.run())
+        reach.start()
 
     @classmethod
     async def create(cls, config: P2PConfig, rules: RecordRules) -> Peer:
@@ -120,30 +149,39 @@ class Peer:
             stack.callback(folder.remove)
             identity = load_or_create(config.identity_path or folder.path / "identity")
             gate = _make_gate(config, identity)
-            p2p = await cls._start_daemon(config, identity, str(folder.path), gate)
+            p2p = await cls._start_daemon(config, identity, folder.path, gate)
             stack.push_async_callback(p2p.shutdown)
-            streams = PeerStreams(p2p, gate)
-            if gate is not None and not config.relay:
+            book = AddressBook()
+            streams = PeerStreams(p2p, gate, book)
+            if not config.relayed_peers and not config.is_client:
                 await streams.refuse_to_relay()
             if not config.is_client:
                 await streams.listen()
             if gate is not None:
                 require_welcome(await greet_all(_initial_peer_ids(config), streams.greet))
             try:
-                dht = await cls._join_dht(config, p2p, identity, rules)
+                dht = await cls._join_dht(config, p2p, identity, rules, book)
             except PeerUnreachable:
                 if gate is None:
                     await streams.require_open_swarm(_initial_peer_ids(config))
                 raise
+            reach = _make_reach(config, p2p, dht, streams, book)
+            streams.on_unreachable = reach.notices.tell
+            if not config.is_client:
+                await streams.answer_dial_back(DialBack(reach.dialer, reach.notices.receive).serve)
             stack.pop_all()
             if config.membership is not None and not config.is_client:
                 logger.info("Private swarm: this peer is a member as %s", config.membership.certificate.describe())
-            return cls(p2p, dht, identity, folder, streams, gate)
+            return cls(p2p, dht, identity, folder, streams, gate, reach, book, config.initial_peers)
 
     @staticmethod
-    async def _join_dht(config: P2PConfig, p2p: P2P, identity: Identity, rules: RecordRules) -> DhtNode:
+    async def _join_dht(
+        config: P2PConfig, p2p: P2P, identity: Identity, rules: RecordRules, book: AddressBook
+    ) -> DhtNode:
         initial_peers = map(PeerID.from_base58, _initial_peer_ids(config))
-        node = DhtNode(p2p, identity, rules, tuple(dict.fromkeys(initial_peers)), config.is_client)
+        # Until it is known whether others can reach this peer, none is told to ask it.
+        is_client = config.is_client or (not config.is_local and bool(config.initial_peers))
+        node = DhtNode(p2p, identity, rules, tuple(dict.fromkeys(initial_peers)), is_client, book)
         try:
             await node.join()
         except ClockDiffers as error:
@@ -156,57 +194,21 @@ class Peer:
         return node
 
     @staticmethod
-    async def _start_daemon(config: P2PConfig, identity: Identity, folder: str, gate: MemberGate | None) -> P2P:
+    async def _start_daemon(config: P2PConfig, identity: Identity, folder: Path, gate: MemberGate | None) -> P2P:
         lock = DhtLock(gate.membership) if gate is not None else None
-        local = config.is_client or addresses.is_loopback(config.host_maddrs)
-        # hivemind leaves its sockets behind when a daemon fails to start; our folder is removed with them.
-        started: list[P2P] = []
-
-        class Daemon(P2P):
-            _UNIX_SOCKET_PREFIX = f"/unix{folder}/"
-
-            def __init__(self) -> None:
-                super().__init__()
-                started.append(self)
-
-            @staticmethod
-            def _make_process_args(*args: object, **kwargs: object) -> list[str]:
-                # In a session of its own: Ctrl-C in a terminal then reaches only this process, which ends the daemon.
-                setsid = shutil.which("setsid")
-                # For the relay that the daemon starts once it believes that it can be reached: see refuse_to_relay.
-                limits = {} if lock is None or config.relay else {"relayMaxReservations": 0, "relayMaxCircuits": 0}
-                command: list[str] = P2P._make_process_args(*args, **kwargs, **limits)
-                return [setsid, *command] if setsid is not None else command
-
-            async def add_protobuf_handler(self, name: str, handler: Any, *args: Any, **kwargs: Any) -> None:
-                guarded = handler if lock is None else lock.guard(handler)
-                await super().add_protobuf_handler(name, guarded, *args, **kwargs)
-
-            async def call_protobuf_handler(self, peer_id: PeerID, name: str, request: Any, kind: Any) -> Any:
-                call = super().call_protobuf_handler
-                if lock is None:
-                    return await call(peer_id, name, request, kind)
-                return await lock.call(lambda: call(peer_id, name, request, kind), request, self.peer_id, peer_id)
-
+        options = DaemonOptions(
+            initial_peers=config.initial_peers,
+            host_maddrs=config.host_maddrs,
+            announce_maddrs=config.announce_maddrs,
+            identity_path=identity.path,
+            check_identity=config.identity_path is not None,
+            relayed_peers=config.relayed_peers,
+            is_local=config.is_local,
+            relay_limits=config.relay_limits,
+        )
         try:
-            p2p = await Daemon.create(
-                initial_peers=list(config.initial_peers) or None,
-                host_maddrs=list(config.host_maddrs) or None,
-                announce_maddrs=list(config.announce_maddrs) or None,
-                identity_path=str(identity.path),
-                check_if_identity_free=config.identity_path is not None,
-                no_listen=config.is_client,
-                dht_mode="client" if config.is_client else "server",
-                # Behind a firewall, be reachable through other peers. Every reachable peer relays such traffic.
-                use_auto_relay=not local,
-                auto_nat=not local,
-                nat_port_map=not local,
-            )
-            mend_calls(p2p._client.control)
-            return p2p
+            return await start_daemon(options, folder, lock)
         except P2PDaemonError as error:
-            for daemon in started:
-                await daemon.shutdown()  # its process must end before the loop, which watches it
             # A daemon says that it is ready only when it has reached an initial peer.
             if "bootstrap" in str(error) or (config.initial_peers and "failed to start in" in str(error)):
                 raise _unreachable(config) from error
@@ -217,6 +219,17 @@ class Peer:
         found = await self._p2p.get_visible_maddrs(latest=True)
         return addresses.sort_by_reach(str(address) for address in found)
 
+    async def join_addresses(self) -> tuple[str, ...]:
+        """Addresses by which others can join the swarm, those with the widest reach first.
+
+        Those of the initial peers come first where this peer has none that others could dial.
+        """
+        visible = await self.visible_addresses()
+        if self.reach.is_relayed:
+            return tuple(dict.fromkeys((*self._initial_peers, *visible)))
+        own = (f"{address}/p2p/{self.peer_id}" for address in self.reach.direct_addresses)
+        return tuple(dict.fromkeys((*own, *visible, *self._initial_peers)))
+
     async def open_stream(self, peer_id: str) -> Stream:
         try:
             return await self._streams.open(peer_id)
@@ -224,8 +237,31 @@ class Peer:
             # The two cannot talk to each other, whichever of them is to blame.
             raise PeerLost(f"peer …{peer_id[-6:]} cannot be used: {error}") from error
 
+    async def open_weights_stream(self, peer_id: str) -> Stream:
+        """A stream on which a peer is asked for weights. Raises `PeerLost`."""
+        try:
+            return await self._streams.open_protocol(peer_id, WEIGHTS_PROTOCOL_ID)
+        except (NotAMember, ProtocolViolation) as error:
+            raise PeerLost(f"peer …{peer_id[-6:]} cannot be used: {error}") from error
+
     async def serve(self, handler: StreamHandler) -> None:
         await self._streams.serve(handler)
+
+    async def open_worker_stream(self, peer_id: str) -> Stream:
+        """A stream to a worker, as its starter. Raises `PeerLost`, or `NotAMember` in a private swarm."""
+        return await self._streams.open_protocol(peer_id, WORKER_PROTOCOL_ID)
+
+    async def serve_starters(self, handler: StreamHandler) -> None:
+        """Call `handler` for every stream that a starter opens to this worker."""
+        await self._streams.serve_protocol(WORKER_PROTOCOL_ID, handler)
+
+    def learn_addresses(self, peer_id: str, known: Sequence[str]) -> None:
+        """Dial a peer at these multiaddresses from now on, which do not name the peer itself."""
+        self._book.learn(peer_id, Whereabouts(tuple(known)))
+
+    async def serve_weights(self, handler: StreamHandler) -> None:
+        """Call `handler` for every stream on which a peer asks for weights."""
+        await self._streams.serve_protocol(WEIGHTS_PROTOCOL_ID, handler)
 
     def knows(self, peer_id: str) -> bool:
         return self.dht.knows(peer_id)
@@ -257,6 +293,7 @@ class Peer:
     async def shutdown(self) -> None:
         """Close all streams and end the daemon, after a short time to send what was written last."""
         await asyncio.sleep(FLUSH_DELAY_S)
+        await self.reach.close()
         tasks = self._streams.close()
         if self._greeting is not None:
             self._greeting.cancel()
@@ -268,6 +305,13 @@ class Peer:
         finally:
             await self._p2p.shutdown()
             self._folder.remove()
+
+
+def _make_reach(config: P2PConfig, p2p: P2P, dht: DhtNode, streams: PeerStreams, book: AddressBook) -> Reachability:
+    is_local = not config.is_client and config.is_local
+    known_local = addresses.is_loopback(config.initial_peers) if config.is_client else is_local
+    options = ReachOptions(config.initial_peers, config.announce_maddrs, known_local, not config.is_client)
+    return Reachability(p2p, options, streams.open_dial_back, lambda: dht.known_peers, dht.serve_others, book)
 
 
 def _make_gate(config: P2PConfig, identity: Identity) -> MemberGate | None:

@@ -13,12 +13,15 @@ from contextlib import suppress
 
 from hivemind.p2p import P2P, P2PDaemonError, PeerID
 from hivemind.p2p.p2p_daemon_bindings.datastructures import StreamInfo
+from multiaddr import Multiaddr
 
 from swarm.errors import MembershipError, NotAMember, PeerLost, ProtocolViolation, SwarmError, sanitize_text
 from swarm.protocol import messages
-from swarm.protocol.messages import MEMBERS_PROTOCOL_ID, PROTOCOL_ID
+from swarm.protocol.messages import DIAL_BACK_PROTOCOL_ID, MEMBERS_PROTOCOL_ID, PROTOCOL_ID, WORKER_PROTOCOL_ID
 from swarm.transport import daemon_streams
 from swarm.transport.members.gate import MemberGate
+from swarm.transport.reach.address_book import AddressBook
+from swarm.transport.reach.circuit import RELAY_PROTOCOL_ID
 from swarm.transport.stream import FrameStream, Stream, StreamHandler
 
 logger = logging.getLogger(__name__)
@@ -30,9 +33,6 @@ ANSWER_TIMEOUT_S = 5.0
 START_TIME_S = 1.0
 """How long a peer that has just started its daemon may take to serve the members' protocol."""
 
-RELAY_PROTOCOL_ID = "/libp2p/circuit/relay/0.2.0/hop"
-"""By it peers reserve a place at a relay and are connected through it."""
-
 NOT_SPOKEN = "protocols not supported"
 """What libp2p says of a peer that is there, but does not serve a protocol."""
 
@@ -43,12 +43,18 @@ class PeerStreams:
     Args:
         p2p: the daemon.
         gate: None in an open swarm.
+        book: where other peers can be dialed.
+
+    Attributes:
+        on_unreachable: called with the id of a peer that could not be dialed, or did not answer.
     """
 
-    def __init__(self, p2p: P2P, gate: MemberGate | None) -> None:
+    def __init__(self, p2p: P2P, gate: MemberGate | None, book: AddressBook) -> None:
         self._p2p = p2p
         self._gate = gate
+        self._book = book
         self._handler: StreamHandler | None = None
+        self.on_unreachable: Callable[[str], None] = lambda peer_id: None
         self._serving: set[asyncio.Task[None]] = set()
         self._opened: weakref.WeakSet[FrameStream] = weakref.WeakSet()
 
@@ -59,16 +65,8 @@ class PeerStreams:
         not prove its own membership, and `ProtocolViolation`.
         """
         if self._gate is None:
-            stream = await self._dial(peer_id, PROTOCOL_ID)
-        else:
-            stream = await self._dial_member(peer_id)
-            try:
-                await self._gate.enter(stream)
-            except BaseException:
-                stream.abort()
-                raise
-        self._opened.add(stream)
-        return stream
+            return await self._enter(await self._dial(peer_id, PROTOCOL_ID))
+        return await self._enter(await self._dial_member(peer_id))
 
     async def greet(self, peer_id: str) -> None:
         """Open a stream and close it, so that both peers have each other's newest revocations. Raises as `open`."""
@@ -112,10 +110,54 @@ class PeerStreams:
             target = PeerID.from_base58(peer_id)
             # Not `wait_for`: before Python 3.12 it loses a cancellation that comes just when the stream opens.
             async with asyncio.timeout(DIAL_TIMEOUT_S):
+                announced = self._book.addresses_of(peer_id)
+                if announced:
+                    await daemon_streams.connect(self._p2p, target, list(map(Multiaddr, announced)))
                 reader, writer = await daemon_streams.open_stream(self._p2p, target, protocol)
         except (P2PDaemonError, OSError, TimeoutError, asyncio.IncompleteReadError, ValueError) as error:
+            if protocol not in (DIAL_BACK_PROTOCOL_ID, WORKER_PROTOCOL_ID) and NOT_SPOKEN not in str(error):
+                self.on_unreachable(peer_id)
             raise PeerLost(f"peer …{peer_id[-6:]} cannot be reached: {error}") from None
         return FrameStream(peer_id, reader, writer)
+
+    async def open_protocol(self, peer_id: str, protocol: str) -> FrameStream:
+        """A stream of another protocol than that of sessions. Raises as `open`."""
+        return await self._enter(await self._dial(peer_id, protocol))
+
+    async def open_dial_back(self, peer_id: str) -> FrameStream:
+        """A stream on which a peer can be asked to dial this one back. Raises as `open`."""
+        return await self.open_protocol(peer_id, DIAL_BACK_PROTOCOL_ID)
+
+    async def _enter(self, stream: FrameStream) -> FrameStream:
+        """A stream that has just been opened, after both sides have proven their membership where the swarm is private.
+        Raises as `open`."""
+        if self._gate is not None:
+            try:
+                await self._gate.enter(stream)
+            except BaseException:
+                stream.abort()
+                raise
+        self._opened.add(stream)
+        return stream
+
+    async def answer_dial_back(self, answer: Callable[[FrameStream, str], Awaitable[None]]) -> None:
+        """Call `answer` for every stream on which a peer asks to be dialed back, with the address it comes from."""
+        await self._serve_protocol(DIAL_BACK_PROTOCOL_ID, answer)
+
+    async def serve_protocol(self, protocol: str, handler: StreamHandler) -> None:
+        """Call `handler` for every stream of this protocol that another peer opens, and that may pass."""
+        await self._serve_protocol(protocol, lambda stream, address: handler(stream))
+
+    async def _serve_protocol(self, protocol: str, handler: Callable[[FrameStream, str], Awaitable[None]]) -> None:
+        async def accept(info: StreamInfo, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            async def serve(stream: FrameStream) -> None:
+                if self._gate is not None:
+                    await self._gate.admit(stream)
+                await handler(stream, str(info.addr))
+
+            await self._run(info, reader, writer, serve)
+
+        await self._p2p.add_binary_stream_handler(protocol, accept)
 
     async def listen(self) -> None:
         """Be there for members from now on, and refuse strangers; what members ask for waits for `serve`.

@@ -39,8 +39,9 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def url_of(listening: socket.socket) -> str:
-    """The URL of a listening socket on this machine."""
+    """The URL of a listening socket, as this machine reaches it."""
     host, port = listening.getsockname()[:2]
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     return f"http://[{host}]:{port}/" if ":" in host else f"http://{host}:{port}/"
 
 

@@ -41,6 +41,7 @@ def run(model: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, *options: st
     flash_quality.main()
 
 
+@pytest.mark.slow
 def test_every_method_is_measured(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found, picture = (tmp_path / name for name in ("found.json", "picture.png"))
     options = ["--ranks", "4", "--recalls", "0.5", "0.9", "--json", str(found), "--picture", str(picture)]

@@ -15,10 +15,11 @@ from swarm.common.version import VERSION
 OPTIONS = {
     "server": {
         "model", "--revision", "--blocks", "--initial-peers", "--membership", "--new-swarm", "--host-maddrs",
-        "--announce-maddrs", "--identity-path", "--device", "--dtype", "--quant", "--flash", "--flash-io",
+        "--announce-maddrs", "--relay", "--identity-path", "--device", "--dtype", "--quant", "--flash", "--flash-io",
         "--flash-exact", "--exits", "--exits-from", "--throughput", "--name", "--cache-tokens", "--cache-dir",
         "--update-period", "--adapters", "--adapter-memory", "--request-memory", "--new-peer-share",
-        "--compile", "--threads", "--stay", "--metrics",
+        "--compile", "--threads", "--stay", "--metrics", "--weights-from", "--digests", "--trust-on-first-use",
+        "--share-weights", "--share-rate",
         "--log-format", "--help",
     },
     "dht": {
@@ -27,7 +28,7 @@ OPTIONS = {
     },
     "chat": {
         "model", "--initial-peers", "--membership", "--url", "--key", "--exact", "--system", "--temperature",
-        "--max-tokens", "--seed", "--early-exit", "--digests", "--trust-on-first-use", "--help",
+        "--max-tokens", "--seed", "--early-exit", "--digests", "--trust-on-first-use", "--weights-from", "--help",
     },
     "doctor": {
         "model", "--initial-peers", "--membership", "--device", "--host-maddrs", "--cache-dir", "--json", "--help",
@@ -39,9 +40,18 @@ OPTIONS = {
     "gateway": {
         "models", "--initial-peers", "--membership", "--host", "--port", "--keys", "--open", "--host-name",
         "--concurrent", "--queue", "--max-request", "--default-max-tokens", "--cors", "--monitor", "--public-status",
-        "--wire", "--wait-for-blocks", "--exact", "--digests", "--trust-on-first-use", "--early-exit",
+        "--wire", "--wait-for-blocks", "--exact", "--digests", "--trust-on-first-use", "--weights-from", "--early-exit",
         "--exit-boundaries", "--exit-confidence", "--exits-from", "--approximate-exits", "--cache-dir", "--threads",
         "--log-format", "--help",
+    },
+    "worker": {
+        "--host-maddrs", "--announce-maddrs", "--membership", "--name", "--device", "--threads", "--folder",
+        "--cache-dir", "--forget", "--measure", "--log-format", "--help",
+    },
+    "ring": {
+        "model", "--workers", "--partition", "--chat", "--gateway", "--keys", "--open", "--save", "--unpair",
+        "--revision", "--dtype", "--quant", "--cache-tokens", "--wire", "--threads", "--cache-dir", "--name",
+        "--folder", "--host-maddrs", "--announce-maddrs", "--membership", "--help",
     },
     "demo": {"--prompt", "--tokens", "--temperature", "--seed", "--help"},
     "status": {"models", "--initial-peers", "--membership", "--json", "--watch", "--help"},
@@ -52,7 +62,7 @@ OPTIONS = {
     "simulate": {"scenario", "--list", "--plot", "--json", "--seed", "--help"},
     "members": {"--help"},
     "keys": {"--help"},
-    "digest": {"model", "--revision", "--output", "--cache-dir", "--help"},
+    "digest": {"model", "--revision", "--for-peers", "--output", "--cache-dir", "--help"},
     "flash": {"--help"},
 }  # fmt: skip
 
@@ -99,4 +109,8 @@ def test_several_addresses_behind_one_option() -> None:
     given = ["model", "--initial-peers", "/a", "/b", "--name", "x", "--initial-peers=/c"]
     expected = ["model", "--initial-peers", "/a", "--initial-peers", "/b", "--name", "x", "--initial-peers=/c"]
     assert repeat_option_names(given, options) == expected
+    lines = ["--workers", "swarm-worker:a", "swarm-worker:b", "model"]
+    assert repeat_option_names(lines, frozenset({"--workers"}), ("swarm-worker:",)) == [
+        *("--workers", "swarm-worker:a", "--workers", "swarm-worker:b", "model")
+    ]
     assert repeat_option_names(["--initial-peers", "/a", "model"], options) == ["--initial-peers", "/a", "model"]

@@ -9,6 +9,10 @@ from click.testing import CliRunner
 from swarm.cli.__main__ import main
 from swarm.models.checkpoints.checkpoint import open_checkpoint
 from swarm.models.checkpoints.known_digests import known_digests
+from swarm.shared_weights.checkpoint_parts import CheckpointParts
+from swarm.shared_weights.manifest import all_parts
+from swarm.shared_weights.trust import TrustedParts, trusted_by_file
+from tests.zoo import make_checkpoint
 
 
 def run(*arguments):
@@ -33,3 +37,27 @@ def test_what_cannot_be_digested(tmp_path):
     result = run("--output", tmp_path / "file" / "digests.json")
     assert result.exit_code == 2
     assert "cannot be written" in result.output
+
+
+def test_digests_for_peers_are_those_of_all_parts(tmp_path):
+    path = tmp_path / "digests.json"
+    assert "parts" not in json.loads(run().output), "they take time, because every byte is read"
+    result = run("--for-peers", "--output", path)
+    assert result.exit_code == 0, result.output
+    checkpoint = open_checkpoint()
+    manifests = CheckpointParts(checkpoint).manifests()
+    assert set(manifests.digests) == set(all_parts(checkpoint.blocks))
+    expected = TrustedParts(checkpoint.revision, checkpoint.blocks, manifests.digests)
+    assert trusted_by_file(checkpoint.name, path) == expected
+    assert known_digests(checkpoint, path).by_block == known_digests(checkpoint).by_block
+
+
+def test_there_are_no_digests_for_peers_of_weights_that_are_not_here(tmp_path):
+    folder = make_checkpoint("llama", tmp_path / "model", max_shard_size="40KB")
+    assert run(folder, "--output", folder / "swarm-digests.json").exit_code == 0
+    next(folder.glob("*-00002-of-*.safetensors")).unlink()
+    assert run(folder).exit_code == 0, "what its author wrote down is there"
+    result = run(folder, "--for-peers")
+    assert result.exit_code == 2
+    assert "of model is not on this machine" in result.output
+    assert "leave --for-peers out" in result.output

@@ -169,8 +169,8 @@ class RoutingPlanner:
     def timeout_factor(self, peer_id: str) -> float:
         return 1.0
 
-    def trusts_link(self, before: str, after: str) -> bool:
-        return self.router.links.trusts(before, after, time.monotonic())
+    def may_push(self, before: str, after: str) -> bool:
+        return self.router.may_push(before, after, time.monotonic())
 
     def distrust_link(self, before: str, after: str) -> None:
         self.distrusted.append((before, after))

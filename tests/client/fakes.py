@@ -156,7 +156,7 @@ class NoRoutes:
     def timeout_factor(self, peer_id: str) -> float:
         return 1.0
 
-    def trusts_link(self, before: str, after: str) -> bool:
+    def may_push(self, before: str, after: str) -> bool:
         return True
 
     def distrust_link(self, before: str, after: str) -> None: ...

@@ -193,6 +193,7 @@ def test_timings_and_the_route_tell_of_it(swarm: TestSwarm, capsys: pytest.Captu
     assert "route: 0:3 here → 3:4 …" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_failure_behind_leaves_both_parts_in_step(folder: Path, local: Any) -> None:
     tokens = torch.tensor([PROMPTS[0]])
     settings = {"max_new_tokens": 12, "num_beams": 3, "do_sample": False, "pad_token_id": PAD}

@@ -1,4 +1,4 @@
-"""Progress bars and log lines, on a terminal and on a pipe."""
+"""Progress bars and log lines, on a terminal and on a pipe; options that commands share."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ import pytest
 from click.testing import CliRunner
 
 from swarm.common import console
+from swarm.common.console import MAX_RELAYED_PEERS
 from swarm.errors import InvalidOption
 
 
@@ -266,6 +267,7 @@ def test_json_takes_what_others_warn_of(capsys, recwarn, monkeypatch):
     "text",
     [
         "the key sk-swarm-AbC_123-xyz is wrong",
+        "the line swarm-worker:AbC_123-xyz is damaged",
         "hf_abcdefghIJKL was refused",
         'header "Authorization: Bearer top.secret-token" came',
         "Authorization: Bearer top.secret-token",
@@ -315,3 +317,32 @@ def test_a_format_that_is_none():
     result = CliRunner().invoke(failing, ["--log-format", "xml"])
     assert result.exit_code == 2
     assert "'xml' is not one of 'plain', 'json'" in result.stderr
+
+
+@click.command(cls=console.MultiAddressCommand)
+@console.network_options(31337)
+def command(relay: bool | int | None, **others: object) -> None:
+    click.echo(repr(relay))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ([], "None"),
+        (["--relay", "on"], "True"),
+        (["--relay", "off"], "False"),
+        (["--relay", "0"], "0"),
+        (["--relay", "1"], "1"),
+        (["--relay", str(MAX_RELAYED_PEERS)], str(MAX_RELAYED_PEERS)),
+    ],
+)
+def test_whether_to_relay_and_for_how_many(arguments, expected):
+    result = CliRunner().invoke(command, arguments)
+    assert (result.exit_code, result.output.strip()) == (0, expected)
+
+
+@pytest.mark.parametrize("value", ["", "yes", "ON", "-1", "1.5", "²", str(MAX_RELAYED_PEERS + 1), "9" * 5000])
+def test_what_is_no_number_of_peers_to_relay_for(value):
+    result = CliRunner().invoke(command, ["--relay", value])
+    assert result.exit_code == 2
+    assert "neither on nor off nor a number up to" in result.output

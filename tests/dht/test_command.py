@@ -42,6 +42,7 @@ async def relays(address: str) -> bool:
         await peer.shutdown()
 
 
+@pytest.mark.slow
 def test_it_keeps_its_address_and_relays(start, tmp_path) -> None:
     identity = str(tmp_path / "peer.key")
     first = start("--identity-path", identity)

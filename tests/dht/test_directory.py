@@ -25,6 +25,7 @@ from swarm.transport.dht.node import FoundRecord
 from swarm.transport.dht.records import RecordRules, sign
 from swarm.transport.dht.standing import Standing
 from swarm.transport.p2p import P2PConfig, Peer
+from swarm.transport.reach.address_book import AddressBook
 from tests.bad_peers import Anything
 from tests.infos import server_info
 
@@ -174,6 +175,7 @@ def test_a_server_that_moves_is_found_once():
     uvloop.run(scenario())
 
 
+@pytest.mark.slow
 def test_a_server_stays_while_it_renews_and_vanishes_when_it_dies():
     async def scenario():
         async with Peers() as peers:
@@ -256,6 +258,7 @@ def test_a_reader_keeps_who_served_it_in_a_flood_of_new_identities():
 
     class Dht:
         standing = Standing(b"salt")
+        book = AddressBook()
 
         def __init__(self, infos: list[ServerInfo]) -> None:
             self.infos = infos

@@ -9,8 +9,10 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from swarm.gateway.settings import GatewaySettings
 from swarm.metrics.endpoint import MetricsAddress
 from swarm.models.checkpoints.checkpoint import DEMO_FOLDER
+from swarm.server.config import WeightsOption
 from tests.gateways import run_gateway
 from tests.swarms import FORKS, LOOPBACK, STOP_TIMEOUT, TestSwarm, run_swarm
 from tests.waiting import wait_until
@@ -24,6 +26,10 @@ CACHE_TOKEN_BYTES = 2 * 2 * 32 * 4 * 4
 """Keys and values of 2 heads of 32 float32 numbers in 4 blocks."""
 
 BOOTSTRAP_PEERS = 2
+
+
+DEFAULT_TOKENS = 64
+"""Of an answer whose request does not say how long it may be."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +110,9 @@ def run_targets() -> Iterator[Targets]:
             swarm.bootstraps = (*swarm.bootstraps, address)
         servers = _start_servers(swarm, folder)
         log = folder / "gateway.log"
-        gateway = stack.enter_context(run_gateway(swarm, log=log))
+        # A request that has lost its length asks for as many tokens as the gateway gives, which takes long.
+        settings = GatewaySettings(default_max_tokens=DEFAULT_TOKENS)
+        gateway = stack.enter_context(run_gateway(swarm, settings=settings, log=log))
         yield Targets(
             servers=servers,
             bootstraps=tuple(bootstraps),
@@ -158,6 +166,7 @@ def _start_servers(swarm: TestSwarm, folder: Path) -> tuple[ServerTarget, ...]:
             request_memory=REQUEST_MEMORY_BYTES,
             adapter_memory=ADAPTER_MEMORY_BYTES,
             cache_tokens=CACHE_TOKENS,
+            weights=WeightsOption(share=True),
         )
     found = []
     for one in swarm.servers:

@@ -25,6 +25,10 @@ MAX_GATEWAY_REQUEST_BYTES = 256 << 20
 MAX_LAG_S = 0.05
 """Of an event loop at the 99th percentile, beyond that of a loop with nothing to do."""
 
+MIN_LOOKS = 2000
+"""Looks at a loop that a 99th percentile takes, so that twenty of them decide. In half a minute three do, and whichever
+other process had the core just then would be blamed on the loop."""
+
 BUSY_LAG_S = 0.02
 """Beyond this lag of a loop with nothing to do, the machine is busy with other things, and times are told, not judged:
 a process that computes waits many times as long for its turn as one that sleeps."""
@@ -153,8 +157,9 @@ class Watch:
         if self._is_busy:
             lines.append("So the machine was busy with other things, and times are not judged.")
         for one in self._watched:
-            lag = quantile(since(lag_histogram(read_metrics(one.target)), one.lag_before), 0.99)
-            if lag > MAX_LAG_S + idle_lag:
+            looks = since(lag_histogram(read_metrics(one.target)), one.lag_before)
+            lag = quantile(looks, 0.99)
+            if lag > MAX_LAG_S + idle_lag and count(looks) >= MIN_LOOKS:
                 self._tell_time(
                     f"{one.target.name}: its event loop was {lag * 1000:.0f} ms late at the 99th percentile, and an "
                     f"idle one {idle_lag * 1000:.0f} ms"
@@ -269,13 +274,18 @@ def since(now: dict[float, float], before: dict[float, float]) -> dict[float, fl
     return {bound: count - before.get(bound, 0.0) for bound, count in now.items()}
 
 
+def count(histogram: dict[float, float]) -> float:
+    """How many values a histogram has."""
+    return max(histogram.values(), default=0.0)
+
+
 def quantile(histogram: dict[float, float], share: float) -> float:
     """The value below which so large a share lies, interpolated within its bucket as Prometheus does."""
     bounds = sorted(histogram.items())
     wanted = share * bounds[-1][1]
-    for (below, fewer), (bound, count) in pairwise([(0.0, 0.0), *bounds]):
-        if count >= wanted > fewer:
-            return below if bound == float("inf") else below + (bound - below) * (wanted - fewer) / (count - fewer)
+    for (below, fewer), (bound, more) in pairwise([(0.0, 0.0), *bounds]):
+        if more >= wanted > fewer:
+            return below if bound == float("inf") else below + (bound - below) * (wanted - fewer) / (more - fewer)
     return 0.0
 
 

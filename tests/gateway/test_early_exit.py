@@ -99,6 +99,7 @@ def test_verified_answers_are_those_without_exits(client, settings, exit_options
     assert early.usage == plain.usage
 
 
+@pytest.mark.slow
 def test_tokens_leave_inside_spans_where_operator_and_request_agree(client, swarm):
     settings = {"temperature": 1.0, "seed": 4, "extra_headers": {"X-Swarm-Details": "1"}}
     allowed = GatewaySettings(early_exit=EarlyExit(threshold=0.0, boundaries=(2, 5, 7)))
@@ -266,6 +267,7 @@ def test_a_models_own_settings_may_rule_out_the_operators_default(swarm, tmp_pat
         assert caught.value.param == "early_exit"
 
 
+@pytest.mark.slow
 def test_exits_that_fit_no_model_stop_the_gateway(swarm, exits, tmp_path):
     other = (exits / "exits.safetensors").read_bytes()
     revision = json.loads(other[8 : 8 + int.from_bytes(other[:8], "little")])["__metadata__"]["revision"]
@@ -275,3 +277,17 @@ def test_exits_that_fit_no_model_stop_the_gateway(swarm, exits, tmp_path):
     settings = GatewaySettings(early_exit=EarlyExit("classifier"))
     with pytest.raises(UsageError, match="no classifiers for demo"), run_gateway(swarm, settings=settings):
         pass
+
+
+def test_a_prompt_has_the_same_scores(client):
+    """They come from the whole model, and tokens of the answer still leave early."""
+
+    def scores(early_exit: Any) -> list[float]:
+        reply = client.completions.create(
+            model="demo", prompt=PROMPT, max_tokens=4, echo=True, logprobs=1, extra_body={"early_exit": early_exit}
+        )
+        return reply.choices[0].logprobs.token_logprobs[1:5]
+
+    plain = scores(False)
+    for early_exit in ({"threshold": 0.1}, {"threshold": 0.1, "verify": False, "fill": "project"}):
+        assert scores(early_exit) == pytest.approx(plain, abs=1e-4)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
+import langchain_openai
 import openai
 import pytest
+import torch
 from langchain_openai import ChatOpenAI
 
 from swarm import NetworkOptions
@@ -29,6 +32,18 @@ SPANS = ("0:4", "4:8", "8:12")
 def client(gateway):
     with openai.OpenAI(base_url=gateway.api, api_key="none", max_retries=0, timeout=300) as made:
         yield made
+
+
+@pytest.fixture(scope="module")
+def local_scores():
+    """The log probabilities `[tokens - 1, vocabulary]` of the tokens behind each one, by the model without a swarm."""
+    model = load_local_model(DEMO_FOLDER)
+
+    def scores(tokens: list[int]) -> torch.Tensor:
+        with torch.no_grad():
+            return torch.log_softmax(model(torch.tensor([tokens])).logits[0, :-1].float(), dim=-1)
+
+    return scores
 
 
 @pytest.fixture(scope="module")
@@ -152,10 +167,67 @@ def test_completions(client, local):
     assert len(offsets) == 8
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("new", [0, 1])
+def test_log_probabilities_of_a_prompt_are_the_local_models(client, local_scores, new, stream):
+    """As lm_eval asks for them: multiple choice with one new token, and perplexity with tokens instead of a text."""
+    tokenizer = load_tokenizer(DEMO_FOLDER)
+    prompts = [tokenizer(text)["input_ids"] for text in (PROMPT + ", a wolf. " * 40, "The king")]
+    asked = client.completions.create(
+        model=MODEL, prompt=prompts, max_tokens=new, temperature=0, logprobs=2, echo=True, stream=stream
+    )
+    texts, found = ["", ""], [[], []]
+    for part in asked if stream else [asked]:
+        for choice in part.choices:
+            texts[choice.index] += choice.text
+            if choice.logprobs:
+                read = choice.logprobs
+                found[choice.index] += zip(
+                    read.tokens, read.token_logprobs, read.top_logprobs, read.text_offset, strict=True
+                )
+    for prompt, text, read in zip(prompts, texts, found, strict=True):
+        scores = local_scores(prompt)
+        assert text.startswith(tokenizer.decode(prompt))
+        assert len(read) == len(prompt) + new
+        assert read[0][1:3] == (None, None)
+        for token, (shown, logprob, top, offset), row in zip(prompt[1:], read[1:], scores, strict=False):
+            assert logprob == pytest.approx(float(row[token]), abs=1e-3)
+            assert text[offset:].startswith(shown)
+            assert top[shown] == logprob
+            assert max(top.values()) == pytest.approx(float(row.max()), abs=1e-3)
+            assert 2 <= len(top) <= 3
+
+
+def test_tokens_of_texts(gateway, client):
+    tokenizer = load_tokenizer(DEMO_FOLDER)
+    tokens = tokenizer(PROMPT)["input_ids"]
+
+    def post(path: str, **body: Any) -> Any:
+        return httpx.post(gateway.url + path, json=body).json()
+
+    for prefix in ("", "/v1"):
+        assert post(f"{prefix}/tokenize", model=MODEL, prompt=PROMPT) == {
+            "count": len(tokens), "max_model_len": 1024, "tokens": tokens, "token_strs": None
+        }  # fmt: skip
+        assert post(f"{prefix}/detokenize", tokens=tokens) == {"prompt": PROMPT}
+    asked = post("/tokenize", messages=[{"role": "user", "content": PROMPT}], return_token_strs=True)
+    assert asked["tokens"] == tokens
+    assert asked["token_strs"] == tokenizer.convert_ids_to_tokens(tokens)
+    info = httpx.get(f"{gateway.url}/tokenizer_info").json()
+    assert (info["model"], info["eos_token"], info["vocab_size"]) == (MODEL, tokenizer.eos_token, 2048)
+    for path, body, status in (
+        ("/detokenize", {"tokens": [2048]}, 400),
+        ("/tokenize", {"prompt": 5}, 400),
+        ("/tokenize", {}, 400),
+        ("/tokenize", {"model": "gpt", "prompt": "a"}, 404),
+    ):
+        assert httpx.post(gateway.url + path, json=body).status_code == status
+
+
 def test_refusals_have_their_class(client):
     with pytest.raises(openai.BadRequestError) as caught:
-        ask(client, max_tokens=-1)
-    assert (caught.value.param, caught.value.body["message"]) == ("max_tokens", "Expected `int` >= 1, at `max_tokens`")
+        ask(client, max_tokens=-2)
+    assert (caught.value.param, caught.value.body["message"]) == ("max_tokens", "Expected `int` >= -1, at `max_tokens`")
     with pytest.raises(openai.BadRequestError) as caught:
         ask(client, max_tokens=2000)
     assert caught.value.code == "context_length_exceeded"
@@ -166,6 +238,7 @@ def test_refusals_have_their_class(client):
         client.chat.completions.create(model="gpt", messages=[{"role": "user", "content": "a"}])
 
 
+@pytest.mark.slow
 def test_a_client_that_leaves_frees_its_session(client, gateway, swarm):
     with ask(client, max_tokens=1000, stream=True) as chunks:
         for _, chunk in zip(range(3), chunks, strict=False):
@@ -196,6 +269,38 @@ def test_langchain(gateway, local):
     chat = ChatOpenAI(base_url=gateway.api, api_key="none", model=MODEL, temperature=0, max_tokens=16)
     assert chat.invoke(PROMPT).content == local(PROMPT, 16)
     assert "".join(piece.content for piece in chat.stream(PROMPT)) == local(PROMPT, 16)
+
+
+def test_langchain_sends_twenty_prompts_in_one_request(gateway, local):
+    prompts = [f"{PROMPT}, number {number}" for number in range(20)]
+    writer = langchain_openai.OpenAI(base_url=gateway.api, api_key="none", model=MODEL, temperature=0, max_tokens=3)
+    found = writer.generate(prompts)
+    assert [one.text for (one,) in found.generations] == [local(prompt, 3) for prompt in prompts]
+    assert found.llm_output["token_usage"]["completion_tokens"] == 60
+
+
+def test_values_that_others_send_for_nothing(client, gateway, local):
+    extra = {"top_k": -1, "top_p": 0.0, "stop": "", "functions": [], "top_logprobs": 0, "max_tokens": 16.0}
+    assert ask(client, temperature=1.0, extra_body=extra).choices[0].message.content == local(PROMPT, 16)
+    body = {"model": MODEL, "messages": [{"role": "user", "content": PROMPT}], "max_tokens": 16, "temperature": 0}
+    packed = gzip.compress(json.dumps(body).encode())
+    reply = httpx.post(f"{gateway.api}/chat/completions", content=packed, headers={"Content-Encoding": "gzip"})
+    assert reply.json()["choices"][0]["message"]["content"] == local(PROMPT, 16)
+
+
+def test_a_request_has_a_name_that_its_answer_carries(client, gateway):
+    assert ask(client, max_tokens=1)._request_id.startswith("req_")
+    assert ask(client, max_tokens=1, extra_headers={"X-Request-Id": "my-1"})._request_id == "my-1"
+    with pytest.raises(openai.BadRequestError) as caught:
+        ask(client, max_tokens=-2)
+    assert caught.value.request_id.startswith("req_")
+    assert httpx.get(f"{gateway.url}/", headers={"X-Request-Id": "a b"}).headers["x-request-id"].startswith("req_")
+
+
+def test_addresses_with_a_slash_at_their_end(client, gateway):
+    assert httpx.get(f"{gateway.api}/models/").json() == httpx.get(f"{gateway.api}/models").json()
+    for address in (gateway.api, f"{gateway.api}/"):
+        assert "/v1/chat/completions" in httpx.get(address).json()["data"]
 
 
 def test_health(gateway):

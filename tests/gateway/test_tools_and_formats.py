@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import openai
 import pytest
 
 from swarm.models.checkpoints.checkpoint import DEMO_FOLDER
+from swarm.models.tokenizers.tokenizer import load_tokenizer
 from tests.gateways import run_gateway
 from tests.scripted import CHAT_TEMPLATE, make_scripted
 from tests.swarms import run_swarm
@@ -21,8 +23,11 @@ SCRIPTS = {
     "unknown?": '<tool_call>\n{"name": "rm", "arguments": {"path": "/"}}\n</tool_call>',
     "12": "It is 12 degrees there.",
     "json?": '{"answer": 42, "why": "because"}',
+    "think?": "<think>\nIt was asked.\n</think>\n\nSo it is.",
+    "hmm,": " and once more, it is so.",
 }
 TEMPLATE = "{% if tools %}{# <tool_call> </tool_call> #}{% endif %}" + CHAT_TEMPLATE
+TEMPLATE += "{% if enable_thinking is false %}{{ '<think></think>hmm,' }}{% endif %}"
 WEATHER = {
     "type": "function",
     "function": {
@@ -119,6 +124,13 @@ def test_a_call_can_be_forced(client, choice):
     assert isinstance(arguments["city"], str)
 
 
+def test_a_forced_call_that_is_cut_off_is_no_text(client):
+    reply = ask(client, "json?", tools=[WEATHER], tool_choice="required", seed=3, max_tokens=8).choices[0]
+    (call,) = reply.message.tool_calls
+    assert call.function.name == "weather"
+    assert (reply.message.content, reply.finish_reason) == (None, "length")
+
+
 def test_json_that_the_model_would_write_anyway(client):
     reply = ask(client, "json?", response_format={"type": "json_object"}).choices[0]
     assert json.loads(reply.message.content) == {"answer": 42, "why": "because"}
@@ -149,3 +161,61 @@ def test_forms_that_cannot_be(client, options, param):
     with pytest.raises(openai.BadRequestError) as caught:
         ask(client, "json?", **options)
     assert caught.value.param == param
+
+
+def test_thoughts_are_apart_from_the_answer(client):
+    (choice,) = ask(client, "think?", tools=[WEATHER]).choices
+    assert (choice.message.reasoning_content, choice.message.content) == ("It was asked.", "So it is.")
+    thought = text = ""
+    for chunk in ask(client, "think?", stream=True):
+        delta = chunk.choices[0].delta
+        thought += getattr(delta, "reasoning_content", None) or ""
+        text += delta.content or ""
+    assert (thought, text) == ("It was asked.", "So it is.")
+
+
+def test_a_chat_template_is_given_what_the_request_sets(client):
+    quiet = {"chat_template_kwargs": {"enable_thinking": False}}
+    for options in ({"extra_body": quiet}, {"reasoning_effort": "none"}):
+        (choice,) = ask(client, "think?", **options).choices
+        assert choice.message.content == SCRIPTS["hmm,"]
+    with pytest.raises(openai.BadRequestError, match="does not know 'mood'") as caught:
+        ask(client, "think?", extra_body={"chat_template_kwargs": {"mood": "kind"}})
+    assert caught.value.param == "chat_template_kwargs"
+
+
+def test_a_message_of_the_assistant_is_continued(client):
+    begun = {"role": "assistant", "content": "hmm,"}
+    (choice,) = ask(client, "Say", begun, extra_body={"continue_final_message": True}).choices
+    assert choice.message.content == SCRIPTS["hmm,"]
+
+
+def test_fields_of_other_servers_are_done(demo):
+    def said(**extra: Any) -> Any:
+        return ask(demo, "Once upon a time", model="demo", max_tokens=24, temperature=0, extra_body=extra).choices[0]
+
+    plain = said()
+    assert said(repetition_penalty=1.8).message.content != plain.message.content
+    assert ask(
+        demo, "Once upon a time", model="demo", max_tokens=24, temperature=2, extra_body={"min_p": 1.0}
+    ).choices[0].message.content == plain.message.content  # fmt: skip
+    assert said(guided_choice=["a wolf", "the wolf"]).message.content in ("a wolf", "the wolf")
+    assert re.fullmatch("[0-9]{3}/x", said(structured_outputs={"regex": "[0-9]{3}/x"}).message.content)
+    tokenizer = load_tokenizer(DEMO_FOLDER)
+    token = tokenizer(plain.message.content)["input_ids"][4]
+    stopped = said(stop_token_ids=[token])
+    assert stopped.finish_reason == "stop"
+    assert plain.message.content.startswith(stopped.message.content)
+    assert len(stopped.message.content) < len(plain.message.content)
+    long = demo.completions.create(
+        model="demo", prompt="word " * 2000, max_tokens=2, extra_body={"truncate_prompt_tokens": 10}
+    )
+    assert long.usage.prompt_tokens == 10
+
+
+def test_fields_that_are_not_supported_are_refused(demo):
+    for extra in ({"ignore_eos": True}, {"chat_template": "{{ 7 }}"}, {"bad_words": ["wolf"]}):
+        with pytest.raises(openai.BadRequestError) as caught:
+            ask(demo, "Once", model="demo", extra_body=extra)
+        assert [caught.value.param] == list(extra)
+        assert caught.value.code == "unsupported_parameter"

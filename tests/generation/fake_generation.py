@@ -10,8 +10,9 @@ import pytest
 
 from swarm.generation.exit_counts import ExitCounts
 from swarm.generation.sampling import SamplingOptions
-from swarm.generation.sequence_generation import SequenceEvent, SequenceRequest
+from swarm.generation.sequence_generation import SequenceEvent
 from swarm.generation.sequence_group import SequenceGroup
+from swarm.generation.sequence_request import SequenceRequest
 from swarm.metrics.gateway import GatewayMetrics
 from swarm.metrics.registry import new_registry
 

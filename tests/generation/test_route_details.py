@@ -7,7 +7,7 @@ import pytest
 from swarm.client.routes.events import BlocksMissing, HopLost, PeerAvoided, Recovered, Replayed, RouteTaken
 from swarm.data_structures import Hop, Route, Span
 from swarm.generation.route_details import route_detail
-from swarm.generation.sequence_generation import SequenceDelta
+from swarm.generation.sequence_output import SequenceDelta
 from tests.infos import server_info
 
 ROUTE = Route((Hop(server_info(0, 4, "abcdefgh", name="ann"), Span(0, 4)),))

@@ -72,6 +72,11 @@ def test_top_k_and_top_p():
     assert set(tokens(SamplingOptions(top_p=0.5, seed=1), 200)) == {1}
 
 
+@pytest.mark.parametrize(("min_p", "left"), [(0.3, {1, 2}), (0.1, {0, 1, 2}), (1.0, {1})])
+def test_min_p_is_a_share_of_the_likeliest(min_p, left):
+    assert set(tokens(SamplingOptions(min_p=min_p, seed=1), 200)) == left
+
+
 def test_penalties_count_what_was_generated():
     # 3 and 2: after one choice of token 1 its score is 3 - 1.5 = 1.5.
     assert tokens(SamplingOptions(temperature=0, presence_penalty=1.5), 2) == [1, 2]

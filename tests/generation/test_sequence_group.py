@@ -7,14 +7,12 @@ import asyncio
 import pytest
 
 from swarm.client.routes.events import BlocksMissing
+from swarm.generation.errors import GenerationCrashed
 from swarm.generation.formats.tool_calls import ToolCall
 from swarm.generation.sampling import SampledToken
-from swarm.generation.sequence_generation import (
-    SequenceDelta,
-    SequenceEnd,
-    SequenceProvisional,
-)
-from swarm.generation.sequence_group import merge_deltas
+from swarm.generation.sequence_generation import SequenceEnd, SequenceProvisional
+from swarm.generation.sequence_group import MAX_PARALLEL, merge_deltas
+from swarm.generation.sequence_output import SequenceDelta
 from tests.generation.fake_generation import make_group
 
 __all__ = ["make_group"]
@@ -71,5 +69,41 @@ def test_if_threads_run_out_the_started_sequences_are_ended(make_group):
             async with one.generating():
                 raise AssertionError
         assert not any(sequence.running for sequence in one._generations)
+
+    asyncio.run(work())
+
+
+def test_a_few_of_many_sequences_are_generated_at_once(make_group):
+    """The next one starts as one is complete, and none once the request has ended."""
+
+    async def work() -> None:
+        group = make_group(*range(1, 21))
+        generations = group._generations
+
+        def running() -> list[int]:
+            return [index for index, one in enumerate(generations) if one.running]
+
+        assert group.parallel == MAX_PARALLEL == 8
+        async with group.generating():
+            assert running() == list(range(8))
+            for index in (3, 5):
+                generations[index].running = False
+                generations[index].on_event(SequenceEnd("stop", 1))
+            assert running() == [0, 1, 2, 4, 6, 7, 8, 9]
+        assert running() == []
+        generations[0].on_event(SequenceEnd("stop", 1))
+        assert running() == []
+
+    asyncio.run(work())
+
+
+def test_a_sequence_that_cannot_be_started_later_ends_the_request(make_group):
+    async def work() -> None:
+        group = make_group(*[1] * 8, 0)
+        async with group.generating():
+            group._generations[0].on_event(SequenceEnd("stop", 1))
+            with pytest.raises(GenerationCrashed):
+                async for _ in group.events():
+                    pass
 
     asyncio.run(work())

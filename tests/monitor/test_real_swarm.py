@@ -35,6 +35,7 @@ def status(swarm: TestSwarm, *arguments: str) -> Result:
     return CliRunner().invoke(main, ["status", *arguments, "--initial-peers", swarm.address])
 
 
+@pytest.mark.slow
 def test_a_server_that_stops_leaves_a_gap_that_everybody_sees(tmp_path: Path) -> None:
     folder = make_checkpoint("llama", tmp_path / "tiny")
     half = BLOCKS // 2

@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from swarm.data_structures import Span
 from swarm.errors import NotEnoughMemory
 from swarm.planning.device_group import DeviceGroup, PipelinePlan, PlannedDrive
-from swarm.planning.partition import can_try_all_orders, partition
+from swarm.planning.partition import can_try_all_orders, partition, plan_of
 from tests.planning.groups import all_plans, group_of, groups, merit
 
 SLOW = settings(deadline=None, max_examples=300)
@@ -209,3 +210,19 @@ def test_a_drive_does_not_help(memory: int, space: int) -> None:
     device = dataclasses.replace(group.devices[0], drive=PlannedDrive(space, 1.0))
     with pytest.raises(NotEnoughMemory):
         partition(dataclasses.replace(group, devices=(device,)))
+
+
+@given(groups())
+@SLOW
+def test_a_plan_that_is_told_is_the_one_that_was_found(group: DeviceGroup) -> None:
+    try:
+        plan = partition(group)
+    except NotEnoughMemory:
+        return
+    assert plan_of(group, [(group.devices.index(stage.device), stage.span) for stage in plan.stages]) == plan
+
+
+def test_a_device_that_cannot_hold_what_it_is_told_is_named() -> None:
+    group = group_of([1.0, 1.0], 4, memory=[100, 1])
+    with pytest.raises(NotEnoughMemory, match="b cannot hold blocks 1:4: they take 3 B"):
+        plan_of(group, [(0, Span(0, 1)), (1, Span(1, 4))])

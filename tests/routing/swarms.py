@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from typing import Any
 
 from hypothesis import strategies as st
 
 from swarm.data_structures import Route, ServerInfo, Span
-from swarm.routing.cost_model import FULL_CACHE_PENALTY_S, MAX_SECONDS, MIN_RATE, RouteRequirements
+from swarm.routing.cost_model import (
+    FULL_CACHE_PENALTY_S,
+    MAX_SECONDS,
+    MIN_RATE,
+    RELAYED_PENALTY_S,
+    VIA_CLIENT_S,
+    RouteRequirements,
+)
 from swarm.routing.swarm_snapshot import SwarmSnapshot
 from tests.infos import server_info
 
@@ -44,6 +52,7 @@ def snapshots(draw: Any, max_servers: int = MOST_SERVERS) -> SwarmSnapshot:
             queue_delay=_seconds(rng),
             cache_tokens_free=rng.choice([0, 1000, 2**48]),
             round_trips=_some_seconds(rng, [*peer_ids, STRANGER]),
+            relayed=rng.random() < 0.3,
         )
         for place, peer_id in zip(places, peer_ids, strict=True)
     ]
@@ -97,7 +106,7 @@ def _stay(server: ServerInfo, blocks: int, demand: RouteRequirements) -> float:
         total += demand.tokens / max(server.network_throughput, MIN_RATE)
     if server.cache_tokens_free < demand.cache_tokens:
         total += FULL_CACHE_PENALTY_S
-    return total
+    return total + RELAYED_PENALTY_S * server.relayed
 
 
 def _one_way(snapshot: SwarmSnapshot, infos: dict[str, ServerInfo], source: str | None, target: str | None) -> float:
@@ -107,7 +116,8 @@ def _one_way(snapshot: SwarmSnapshot, infos: dict[str, ServerInfo], source: str 
         return snapshot.client_round_trip(source or target or "") / 2
     announced = dict(infos[source].round_trips) if source in infos else {}
     if target in announced and target in infos:
-        return announced[target] / 2
+        over_client = snapshot.round_trips.get(source, math.inf) + snapshot.round_trips.get(target, math.inf)
+        return min(announced[target] / 2, over_client / 2 + VIA_CLIENT_S)
     return max(snapshot.client_round_trip(source), snapshot.client_round_trip(target)) / 2
 
 

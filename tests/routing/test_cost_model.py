@@ -10,14 +10,16 @@ from swarm.data_structures import Hop, Route, Span
 from swarm.routing.beam_search import find_route
 from swarm.routing.cost_model import (
     FULL_CACHE_PENALTY_S,
+    VIA_CLIENT_S,
     CostModel,
     RouteRequirements,
     announced_seconds,
+    is_nearer_over_client,
     route_seconds,
 )
 from swarm.routing.swarm_snapshot import DEFAULT_ROUND_TRIP_S, SwarmSnapshot
 from tests.infos import server_info
-from tests.routing.swarms import demands, missing_blocks, plain_seconds, snapshots, spans
+from tests.routing.swarms import MOST_SERVERS, demands, missing_blocks, plain_seconds, snapshots, spans
 
 A = server_info(0, 3, "a", throughput=10.0, queue_delay=0.05, round_trips=(("b", 0.02),))
 B = server_info(2, 6, "b", throughput=100.0, forward_throughput=1000.0, network_throughput=500.0)
@@ -106,3 +108,46 @@ def test_what_one_server_announces_is_what_a_route_is_charged_with(tokens, throu
 def test_what_was_measured_beyond_the_announcement_is_added_for_each_block():
     assert price(overruns={"a": 0.5}) == round(price() + 2 * 0.5, 9)
     assert price(overruns={"nobody": 0.5}) == price()
+
+
+def test_of_equally_quick_servers_the_one_that_needs_no_relay_is_used():
+    direct = server_info(0, 3, "direct", throughput=10.0)
+    relayed = server_info(0, 3, "relayed", throughput=10.0, relayed=True)
+    for servers in ((direct, relayed), (relayed, direct)):
+        for direct_s, relayed_s, used in ((0.02, 0.02, "direct"), (0.05, 0.02, "relayed")):
+            snapshot = SwarmSnapshot(servers, {"direct": direct_s, "relayed": relayed_s})
+            assert [hop.server.peer_id for hop in find_route(snapshot, Span(0, 3)).hops] == [used]
+
+
+@pytest.mark.parametrize(
+    ("between", "to_client", "over_client"),
+    [(0.05, 0.04, False), (0.3, 0.04, True), (0.09, 0.04, False), (0.11, 0.04, True)],
+)
+def test_a_step_goes_over_the_client_where_that_is_shorter_than_the_link(between, to_client, over_client):
+    a = server_info(0, 3, "a", throughput=10.0, round_trips=(("b", between),))
+    snapshot = SwarmSnapshot((a, B), {"a": to_client, "b": to_client})
+    assert is_nearer_over_client(snapshot, "a", "b") is over_client
+    costs = CostModel(snapshot, RouteRequirements())
+    assert costs.link_seconds.tolist() == [min(between / 2, to_client + VIA_CLIENT_S)]
+
+
+@given(snapshots(), st.sampled_from(range(MOST_SERVERS)), st.sampled_from(range(MOST_SERVERS)))
+def test_whether_the_client_hands_on_is_what_the_price_is_made_with(snapshot, before, after):
+    source, target = f"peer{before}", f"peer{after}"
+    links = snapshot.links
+    at = [
+        i
+        for i in range(len(links.seconds))
+        if (snapshot.numbers.get(source), snapshot.numbers.get(target)) == (links.sources[i], links.targets[i])
+    ]
+    costs = CostModel(snapshot, RouteRequirements())
+    for i in at:
+        assert is_nearer_over_client(snapshot, source, target) == (costs.link_seconds[i] < links.seconds[i])
+
+
+def test_where_the_client_has_not_measured_both_servers_the_link_is_used():
+    a = server_info(0, 3, "a", round_trips=(("b", 9.0),))
+    for measured in ({}, {"a": 0.01}, {"b": 0.01}):
+        assert not is_nearer_over_client(SwarmSnapshot((a, B), measured), "a", "b")
+    assert not is_nearer_over_client(SwarmSnapshot((a,), {"a": 0.01, "b": 0.01}), "a", "b")
+    assert not is_nearer_over_client(SwarmSnapshot((B, a), {"a": 0.01, "b": 0.01}), "b", "a")

@@ -3,7 +3,14 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swarm.routing.peer_health import FORGET_AFTER_S, MAX_BAN_S, MAX_KEPT_REASONS, PeerFailure, PeerHealth
+from swarm.routing.peer_health import (
+    FORGET_AFTER_S,
+    MAX_BAN_S,
+    MAX_KEPT_REASONS,
+    RETRY_AFTER_S,
+    PeerFailure,
+    PeerHealth,
+)
 
 failures = st.sampled_from(list(PeerFailure))
 pauses = st.floats(0, 3000)
@@ -153,3 +160,23 @@ def test_after_good_behavior_a_peer_is_as_good_as_new(events):
     health.record_success("a", now)
     assert len(health) == 0
     assert health.record_failure("a", PeerFailure.REFUSED, now) == now + PeerFailure.REFUSED.ban_seconds
+
+
+@given(failures)
+def test_only_a_peer_that_could_not_be_reached_is_worth_another_try_and_not_at_once(reason):
+    health = PeerHealth()
+    until = health.record_failure("a", reason, 0.0)
+    assert health.worth_a_try(RETRY_AFTER_S / 2) == frozenset()
+    assert (health.worth_a_try(RETRY_AFTER_S) == {"a"}) is (reason is PeerFailure.UNREACHABLE)
+    assert health.worth_a_try(until) == frozenset()  # it is not banned any more
+
+
+def test_a_peer_that_fails_again_is_left_alone_again_and_a_graver_failure_counts():
+    health = PeerHealth()
+    health.record_failure("a", PeerFailure.UNREACHABLE, 0.0)
+    until = health.record_failure("a", PeerFailure.UNREACHABLE, 3.0)
+    assert health.worth_a_try(4.0) == frozenset()
+    assert health.worth_a_try(3.0 + RETRY_AFTER_S) == {"a"}
+    assert until == 3.0 + PeerFailure.UNREACHABLE.ban_seconds, "tries during a ban are no further strikes"
+    health.record_failure("a", PeerFailure.WRONG_ANSWER, 6.0)
+    assert health.worth_a_try(10.0) == frozenset()

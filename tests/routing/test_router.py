@@ -7,7 +7,7 @@ import pytest
 from swarm.data_structures import Hop, Route, Span
 from swarm.errors import MissingBlocks
 from swarm.routing.measured_overruns import HALF_LIFE_S
-from swarm.routing.peer_health import PeerFailure
+from swarm.routing.peer_health import RETRY_AFTER_S, PeerFailure
 from swarm.routing.router import Router
 from swarm.routing.swarm_snapshot import DEFAULT_ROUND_TRIP_S
 from tests.infos import server_info
@@ -41,6 +41,21 @@ def test_the_best_servers_it_knows():
 def test_nothing_known_yet():
     with pytest.raises(MissingBlocks, match="no online server announces them"):
         Router().route(WANTED, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [
+        (["m"], "it serves m. A"),
+        (["m", "n", "o"], "it serves m, n, o. A"),
+        (["m", "n", "o", "p"], "m, n, o and 1 more"),
+    ],
+)
+def test_a_swarm_of_other_models(names, said):
+    made = Router()
+    made.update((), None, names)
+    with pytest.raises(MissingBlocks, match=said):
+        made.route(WANTED, 0.0)
 
 
 def test_blocked_and_allowed_servers():
@@ -230,3 +245,34 @@ def test_of_a_server_that_announces_itself_no_more_nothing_is_known():
     found = made.alternative(gone, 0.0, None, None, 0)
     assert used(found.route) == ["first-fast"]
     assert found.current_seconds == 0.0
+
+
+def test_a_home_that_could_not_be_reached_is_used_all_the_same_where_there_is_no_other():
+    made = Router()
+    made.update([server_info(0, 4, "only")])
+    made.health.record_failure("only", PeerFailure.UNREACHABLE, 0.0)
+    with pytest.raises(MissingBlocks):  # it is not at home, but gone
+        made.route(WANTED, RETRY_AFTER_S)
+    made = Router()
+    made.update([server_info(0, 4, "only", relayed=True)])
+    made.health.record_failure("only", PeerFailure.UNREACHABLE, 0.0)
+    with pytest.raises(MissingBlocks, match="could not be reached and is avoided"):
+        made.route(WANTED, 1.0)
+    assert used(made.route(WANTED, RETRY_AFTER_S)) == ["only"]
+    with pytest.raises(MissingBlocks):
+        made.route(WANTED, RETRY_AFTER_S, avoid=frozenset({"only"}))
+    made.update([server_info(0, 4, "only", throughput=1e6, relayed=True), server_info(0, 4, "other")])
+    assert used(made.route(WANTED, RETRY_AFTER_S)) == ["other"]
+
+
+def test_servers_push_unless_one_has_lied_or_the_way_over_the_client_is_shorter():
+    a = server_info(0, 2, "a", round_trips=(("b", 0.5),))
+    made = Router()
+    made.update([a, server_info(2, 4, "b")])
+    assert made.may_push("a", "b", 0.0)
+    made.record_round_trips({"a": 0.02, "b": 0.02}, 0.0)
+    assert not made.may_push("a", "b", 0.0)
+    made.record_round_trips({"a": 5.0, "b": 5.0}, 0.0)
+    assert made.may_push("a", "b", 0.0)
+    made.links.distrust("a", "b", 0.0)
+    assert not made.may_push("a", "b", 0.0)

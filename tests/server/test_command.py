@@ -127,6 +127,7 @@ def test_it_leaves_in_good_order_while_its_compute_thread_is_inside_torch(folder
     assert not any("terminate called" in line for line in server.lines)
 
 
+@pytest.mark.slow
 def test_a_server_that_lost_its_daemon_says_so_and_ends(folder: Path, start) -> None:
     server = start("swarm.server", str(folder), "--blocks", "0:2", "--new-swarm", *LISTEN)
     server.address()
@@ -136,6 +137,7 @@ def test_a_server_that_lost_its_daemon_says_so_and_ends(folder: Path, start) -> 
     assert any(line.startswith("Error: the libp2p daemon of this server has ended") for line in server.lines)
 
 
+@pytest.mark.slow
 def test_a_start_removes_the_folder_of_a_server_that_was_killed(folder: Path, start) -> None:
     with tempfile.TemporaryDirectory(prefix="swp-", dir="/tmp") as temporary:  # short, because sockets lie in it
         arguments = ("swarm.server", str(folder), "--blocks", "0:2", "--new-swarm", *LISTEN)

@@ -131,6 +131,7 @@ def test_a_start_that_fails_leaves_nothing_behind(folder: str) -> None:
     run(scenario())
 
 
+@pytest.mark.slow
 def test_a_killed_announcement_expires(folder: str) -> None:
     """A server that is gone without a word vanishes when its record does; the periods are short here."""
 

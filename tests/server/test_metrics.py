@@ -99,7 +99,8 @@ def test_a_session_from_open_to_close(model):
         assert server.value("tokens_total", kind="decode") == 5
         assert server.value("step_seconds_count", kind="prefill") == 1
         assert server.value("step_seconds_count", kind="decode") == 4
-        assert server.value("step_seconds_sum", kind="decode") >= server.value("queue_seconds_sum") > 0
+        step_seconds = sum(server.value("step_seconds_sum", kind=kind) for kind in ("prefill", "decode"))
+        assert step_seconds >= server.value("queue_seconds_sum") > 0
         assert (server.value("iteration_sequences_count"), server.value("iteration_sequences_sum")) == (5, 5)
         assert server.value("iteration_tokens_sum") == 7
         assert server.value("iteration_seconds_sum") > 0
@@ -253,6 +254,7 @@ def test_a_server_counts_what_a_client_generates(tmp_path: Path) -> None:
     assert value(readings, "process_resident_memory_bytes") > 1e8
 
 
+@pytest.mark.slow
 def test_a_move_is_counted(tmp_path: Path) -> None:
     folder = str(make_checkpoint("llama", tmp_path / "model"))
 

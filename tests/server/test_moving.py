@@ -119,6 +119,7 @@ def test_blocks_that_do_not_fit_here_are_left_to_others(
     uvloop.run(scenario())
 
 
+@pytest.mark.slow
 def test_whoever_names_its_blocks_stays(folder: str) -> None:
     """The named one announces it, so that nobody waits for it to move."""
 
@@ -144,6 +145,7 @@ def test_whoever_names_its_blocks_stays(folder: str) -> None:
     uvloop.run(scenario())
 
 
+@pytest.mark.slow
 def test_a_session_goes_on_while_its_server_moves(tmp_path: Path) -> None:
     """The only tail server of a session is killed; the spare that serves the session's head moves there."""
     folder = make_checkpoint("llama", tmp_path)

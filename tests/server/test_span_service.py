@@ -113,6 +113,7 @@ def test_exits_are_offered_where_the_span_has_them(checkpoint):
     assert service.exits.head_bytes == head_bytes(checkpoint, torch.float32)
 
 
+@pytest.mark.slow
 def test_the_head_is_loaded_before_the_blocks_and_once(checkpoint, monkeypatch):
     """Loading it takes more memory than is reserved for it, so it must not meet blocks."""
     loaded: list[object] = []
@@ -142,6 +143,7 @@ def test_the_head_is_loaded_before_the_blocks_and_once(checkpoint, monkeypatch):
     assert loaded == ["blocks", "head", "blocks", "blocks"]
 
 
+@pytest.mark.slow
 def test_lenses_are_loaded_for_the_exits_of_the_span(checkpoint, tmp_path, monkeypatch):
     base = BaseModel(checkpoint.name, checkpoint.revision, HIDDEN, checkpoint.blocks)
     lenses = {block: ExitLens(torch.eye(HIDDEN), torch.zeros(HIDDEN)) for block in range(1, 6)}

@@ -1,13 +1,26 @@
+"""Addresses that are given by hand, and those that strangers announce and this peer would dial."""
+
 from __future__ import annotations
 
 import socket
+from ipaddress import ip_address
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from multiaddr import Multiaddr
 
 from swarm.errors import AddressUnavailable, InvalidOption, UsageError
-from swarm.transport.addresses import is_loopback, parse_peers, sort_by_reach, validate_listen_addresses
+from swarm.transport.addresses import (
+    is_circuit,
+    is_direct,
+    is_ip,
+    is_lan,
+    is_loopback,
+    parse_peers,
+    sort_by_reach,
+    validate_listen_addresses,
+)
 
 PEER = "QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
 ADDRESS = f"/ip4/127.0.0.1/tcp/31337/p2p/{PEER}"
@@ -121,3 +134,182 @@ def test_those_that_everybody_can_reach_come_first():
     mixed = [*this_machine, *this_network, *everybody]
     assert sort_by_reach(mixed) == (*everybody, *this_network, *this_machine)
     assert sort_by_reach([]) == ()
+
+
+OTHER = "12D3KooWQbphcfsRxrHeTc4HGod3GC6AvcVq5ARWk2cLKKHpYnhd"
+PUBLIC = ["/ip4/8.8.8.8/tcp/31337", "/ip4/81.2.69.142/tcp/1", "/ip6/2a02:8071:b783::1/tcp/65535"]
+LOCAL = ["/ip4/192.168.0.7/tcp/31337", "/ip4/10.0.0.7/tcp/1", "/ip4/100.64.0.1/tcp/1", "/ip6/fd00::1/tcp/1"]
+
+THIS_MACHINE = [
+    "/ip4/127.0.0.1/tcp/22",
+    "/ip4/127.8.9.10/tcp/22",
+    "/ip6/::1/tcp/22",
+    "/ip6/0:0:0:0:0:0:0:1/tcp/22",
+]
+ALSO_THIS_MACHINE = [
+    "/ip4/0.0.0.0/tcp/22",  # Linux takes it for this machine
+    "/ip6/::/tcp/22",
+    "/ip6/::ffff:127.0.0.1/tcp/22",
+    "/ip6/::ffff:7f00:1/tcp/22",
+]
+ELSEWHERE = [
+    "",
+    "/",
+    "/ip4/8.8.8.8",
+    "/ip4/8.8.8.8/tcp",
+    "/ip4/8.8.8.8/tcp/",
+    "/ip4/8.8.8.8/tcp/0",
+    "/ip4/8.8.8.8/tcp/65536",
+    "/ip4/8.8.8.8/tcp/-1",
+    "/ip4/8.8.8.8/tcp/+1",
+    "/ip4/8.8.8.8/tcp/1 ",
+    "/ip4/8.8.8.8/tcp/1\n",
+    "/ip4/8.8.8.8/tcp/1_0",
+    "/ip4/8.8.8.8/tcp/0x10",
+    "/ip4/8.8.8.8/tcp/²",
+    "/ip4/8.8.8.8/tcp/1/",
+    "//ip4/8.8.8.8/tcp/1",
+    "x/ip4/8.8.8.8/tcp/1",
+    "/IP4/8.8.8.8/tcp/1",
+    "/ip4/8.8.8.8/udp/1",
+    "/ip4/8.8.8.8/udp/1/quic",
+    "/ip4/8.8.8.8/tcp/1/ws",
+    "/ip4/8.8.8.8/tcp/1/tcp/2",
+    f"/ip4/8.8.8.8/tcp/1/p2p/{PEER}",
+    "/ip6/8.8.8.8/tcp/1",
+    "/ip4/2a02::1/tcp/1",
+    "/ip4/8.8.8/tcp/1",
+    "/ip4/8.8.8.256/tcp/1",
+    "/ip4/08.8.8.8/tcp/1",
+    "/ip4/134744072/tcp/1",
+    "/ip6/[2a02::1]/tcp/1",
+    "/dns4/swarm.example/tcp/1",
+    "/dns/localhost/tcp/22",
+    "/dnsaddr/swarm.example",
+    "/unix/tmp/socket",
+    "/p2p-circuit",
+]
+
+
+@pytest.mark.parametrize("address", [*PUBLIC, *LOCAL])
+def test_an_address_of_a_port_is_direct(address):
+    assert is_direct(address)
+    assert not is_circuit(address)
+    assert is_lan(address) is (address in LOCAL)
+
+
+@pytest.mark.parametrize("address", [*THIS_MACHINE, *ALSO_THIS_MACHINE])
+def test_nobody_is_dialed_on_this_machine_because_a_stranger_says_so(address):
+    assert not is_direct(address)
+    assert not is_lan(address)
+    assert not is_circuit(f"{address}/p2p/{PEER}/p2p-circuit")
+
+
+@pytest.mark.parametrize("address", ELSEWHERE)
+def test_what_is_no_direct_address(address):
+    assert not is_direct(address)
+    assert not is_lan(address)
+    assert not is_circuit(f"{address}/p2p/{PEER}/p2p-circuit")
+
+
+@pytest.mark.parametrize("address", ["/ip4/8.8.8.8/tcp/00000170000", "/ip4/8.8.8.8/tcp/000001x", "/ip4/8.8.8.8/tcp/٣"])
+def test_a_port_is_a_number_of_at_most_five_digits(address):
+    assert not is_direct(address)
+
+
+@pytest.mark.parametrize("host", ["fe80::1%eth0", "fe80::1%\x1b[2J", "2a02::1%0"])
+def test_an_address_with_a_zone_means_something_on_one_machine_only(host):
+    assert not is_direct(f"/ip6/{host}/tcp/1")
+    assert not is_lan(f"/ip6/{host}/tcp/1")
+    assert not is_ip(host)
+
+
+@pytest.mark.parametrize("host", ["224.0.0.1", "255.255.255.255", "ff02::1"])
+def test_an_address_of_many_machines_is_no_address_of_a_peer(host):
+    assert not is_direct(f"/ip{ip_address(host).version}/{host}/tcp/1")
+
+
+@pytest.mark.parametrize("peer", [PEER, OTHER])
+@pytest.mark.parametrize("address", [*PUBLIC, *LOCAL])
+def test_a_way_through_a_relay(address, peer):
+    way = f"{address}/p2p/{peer}/p2p-circuit"
+    assert is_circuit(way)
+    assert not is_direct(way)
+    assert not is_lan(way)
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        f"/p2p/{PEER}/p2p-circuit",
+        f"/ip4/8.8.8.8/tcp/1/p2p/{PEER}",
+        f"/ip4/8.8.8.8/tcp/1/p2p/{PEER}/p2p-circuit/",
+        f"/ip4/8.8.8.8/tcp/1/p2p/{PEER}/p2p-circuit/p2p/{OTHER}",
+        f"/ip4/8.8.8.8/tcp/1/p2p/{PEER}/p2p-circuit/p2p-circuit",
+        f"/ip4/8.8.8.8/tcp/1/p2p/{PEER}/p2p-circuit/p2p/{OTHER}/p2p-circuit",
+        f"/ip4/8.8.8.8/tcp/1/p2p/{PEER}/p2p/{OTHER}/p2p-circuit",
+        f"/ip4/8.8.8.8/tcp/1/ipfs/{PEER}/p2p-circuit",
+        f"/dns4/swarm.example/tcp/1/p2p/{PEER}/p2p-circuit",
+        f"/ip4/127.0.0.1/tcp/1/p2p/{PEER}/p2p-circuit",
+        f"/ip4/8.8.8.8/udp/1/quic/p2p/{PEER}/p2p-circuit",
+        "/ip4/8.8.8.8/tcp/1/p2p//p2p-circuit",
+        "/ip4/8.8.8.8/tcp/1/p2p/peer/p2p-circuit",
+        f"/ip4/8.8.8.8/tcp/1/p2p/{PEER[:-1]}/p2p-circuit",
+        f"/ip4/8.8.8.8/tcp/1/p2p/{PEER}\n/p2p-circuit",
+        f"/ip4/8.8.8.8/tcp/1/p2p/ {PEER}/p2p-circuit",
+        "/ip4/8.8.8.8/tcp/1/p2p-circuit",
+    ],
+)
+def test_what_is_no_way_through_a_relay(way):
+    assert not is_circuit(way)
+    assert not is_direct(way)
+
+
+@pytest.mark.parametrize("host", ["8.8.8.8", "127.0.0.1", "2a02::1", "::", "::ffff:8.8.8.8"])
+def test_an_ip_address(host):
+    assert is_ip(host)
+
+
+@pytest.mark.parametrize(
+    "host", ["", " ", "8.8.8", "8.8.8.8 ", "8.8.8.8/32", "08.8.8.8", "swarm.example", "[::1]", "١.1.1.1"]
+)
+def test_what_is_no_ip_address(host):
+    assert not is_ip(host)
+
+
+NAMES = ["", "ip4", "ip6", "tcp", "udp", "p2p", "p2p-circuit", "dns4", "ws", PEER, OTHER, PEER[1:]]
+VALUES = ["8.8.8.8", "127.0.0.1", "10.0.0.7", "2a02::1", "fe80::1", "1", "31337", "65536", "0", "00001"]
+parts = st.sampled_from([*NAMES, *VALUES]) | st.text(max_size=6)
+built = st.lists(parts, max_size=10).map("/".join)
+nearly = st.tuples(st.sampled_from([*PUBLIC, *LOCAL]), built).map("".join)
+texts = st.text(max_size=60) | built | built.map("/{}".format) | nearly
+
+
+@given(texts)
+@example("/ip4/8.8.8.8/tcp/" + "9" * 5000)
+@example("/ip6/" + ":" * 300 + "/tcp/1")
+def test_whatever_is_accepted_libp2p_reads_in_the_same_way_and_nothing_is_ever_raised(text):
+    direct, circuit, lan = is_direct(text), is_circuit(text), is_lan(text)
+    is_ip(text)
+    assert not (direct and circuit)
+    assert direct or not lan
+    if direct or circuit:
+        names = [protocol.name for protocol in Multiaddr(text).protocols()]
+        assert names[0] in ("ip4", "ip6")
+        assert names[1:] == (["tcp"] if direct else ["tcp", "p2p", "p2p-circuit"])
+        assert text.isascii()
+        assert text.isprintable()
+        host = ip_address(Multiaddr(text)[names[0]])
+        assert not host.is_loopback
+        assert not (lan and host.is_global)
+
+
+@given(st.ip_addresses(), st.integers(-10, 70000))
+def test_any_address_of_a_port_is_direct_unless_it_is_of_this_machine(host, port):
+    address = f"/ip{host.version}/{host}/tcp/{port}"
+    ordinary = not (host.is_loopback or host.is_unspecified or host.is_multicast or host.is_reserved)
+    mapped = getattr(host, "ipv4_mapped", None) is not None
+    if ordinary and not mapped:
+        assert is_direct(address) is (0 < port < 65536)
+    elif host.is_loopback:
+        assert not is_direct(address)

@@ -151,6 +151,7 @@ class SlowDoor:
         writer.close()
 
 
+@pytest.mark.slow
 def test_a_real_peer_behind_a_machine_that_wakes_up_late(caplog):
     caplog.set_level(logging.WARNING, joining.logger.name)
 

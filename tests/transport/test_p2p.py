@@ -13,6 +13,7 @@ import tempfile
 import time
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -24,7 +25,7 @@ from swarm.protocol import messages
 from swarm.server.sessions.reply_stream import ReplyStream
 from swarm.transport.dht.protocol import DhtProtocol
 from swarm.transport.identity import load_or_create
-from swarm.transport.p2p import P2PConfig, Peer
+from swarm.transport.p2p import RELAYED_PEERS, P2PConfig, Peer
 
 # hivemind leaves connections to its own daemon to the garbage collector.
 pytestmark = pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning", "ignore:loop is closed:ResourceWarning")
@@ -365,3 +366,30 @@ def test_a_daemon_that_does_not_start_is_not_an_unexplained_error(folder, monkey
     with pytest.raises(PeerLost, match="did not start"):
         run(listening())
     nothing_is_left(folder)
+
+
+EVERYWHERE = ("/ip4/0.0.0.0/tcp/31337",)
+INVITE: Any = object()
+
+
+@pytest.mark.parametrize(
+    ("relay", "in_open_swarm", "in_private_swarm"),
+    [
+        (None, RELAYED_PEERS, 0),
+        (True, RELAYED_PEERS, RELAYED_PEERS),
+        (False, 0, 0),
+        (0, 0, 0),
+        (1, 1, 1),
+        (500, 500, 500),
+    ],
+)
+def test_for_how_many_a_peer_relays(relay, in_open_swarm, in_private_swarm):
+    for membership, expected in ((None, in_open_swarm), (INVITE, in_private_swarm)):
+        config = P2PConfig(host_maddrs=EVERYWHERE, membership=membership, relay=relay)
+        assert config.relayed_peers == expected
+        assert type(config.relayed_peers) is int
+
+
+@pytest.mark.parametrize("relay", [None, True, 5])
+def test_a_client_relays_for_nobody(relay):
+    assert P2PConfig(initial_peers=("/ip4/9.9.9.9/tcp/1",), relay=relay).relayed_peers == 0

@@ -32,6 +32,7 @@ KEY_VARIABLE = "SWARM_API_KEY"
     "[default: exact]",
 )
 @console.weight_options
+@console.weights_from_option
 @click.option("--system", default="", help="System prompt: instructions for the model.")
 @click.option(
     "--temperature", type=click.FloatRange(0, 2), help="0 always takes the likeliest token.  [default: the model's]"
@@ -57,6 +58,7 @@ def main(
     exact: bool,
     digests: Path | None,
     trust_on_first_use: bool,
+    weights_from: str,
     system: str,
     temperature: float | None,
     max_tokens: int | None,
@@ -86,7 +88,7 @@ def main(
             else:
                 peers = console.split_addresses(initial_peers)
                 backend = _swarm_backend(
-                    terminal.interactive, model, peers, membership, exact, digests, trust_on_first_use
+                    terminal.interactive, model, peers, membership, exact, digests, trust_on_first_use, weights_from
                 )
         try:
             Dialogue(backend, terminal, AnswerOptions(temperature, max_tokens, seed, early_exit), system).run()
@@ -108,6 +110,7 @@ def _swarm_backend(
     exact: bool,
     digests: Path | None,
     trust_on_first_use: bool,
+    weights_from: str,
 ) -> ChatBackend:
     if not peers:
         raise InvalidOption(
@@ -125,7 +128,7 @@ def _swarm_backend(
 
     quiet_hivemind()
     network = NetworkOptions(exact=exact, digests=digests, trust_on_first_use=trust_on_first_use)
-    return SwarmBackend(model, initial_peers=peers, membership=membership, network=network)
+    return SwarmBackend(model, initial_peers=peers, membership=membership, network=network, weights_from=weights_from)
 
 
 def _exit_on_signal(number: int, frame: FrameType | None) -> None:

@@ -13,8 +13,9 @@ from swarm.cli.chat.reply_pieces import ReplyPiece, TextPiece, read_detail, stri
 from swarm.client.early_exit.options import EarlyExit
 from swarm.generation.prompts import GenerationOptions, chat_sequences
 from swarm.generation.route_details import route_detail
-from swarm.generation.sequence_generation import SequenceDelta, SequenceEvent
+from swarm.generation.sequence_generation import SequenceEvent
 from swarm.generation.sequence_group import SequenceGroup
+from swarm.generation.sequence_output import SequenceDelta
 from swarm.generation.served_model import ServedModel
 
 

@@ -30,14 +30,7 @@ CHECK_TIMEOUT_S = 60.0
 @console.initial_peers_option
 @console.membership_option
 @click.option("--device", default="auto", show_default=True, help="Torch device such as cpu or cuda:0.")
-@click.option(
-    "--host-maddrs",
-    multiple=True,
-    default=("/ip4/0.0.0.0/tcp/0",),
-    show_default=True,
-    metavar="ADDRESS...",
-    help="Addresses on which a server would listen. Port 0 takes any free port.",
-)
+@console.host_maddrs_option(0, "Addresses on which a server would listen.")
 @click.option("--cache-dir", type=click.Path(file_okay=False, path_type=Path), help="Folder for files from the hub.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON: a list of findings.")
 @console.errors_to_exit_codes
@@ -106,15 +99,21 @@ async def _findings(
     from swarm.transport.p2p import quiet_hivemind
 
     quiet_hivemind()
-    for finding in await network.check_listening(listen):
-        yield finding
+    listening, *guesses = await network.check_listening(listen)
+    yield listening
     peer_findings, answering = await network.check_peers(joining)
     for finding in peer_findings:
         yield finding
     clock_is_right = all(
         finding.check != "Clock" or finding.verdict is not Verdict.FAILURE for finding in peer_findings
     )
-    yield await network.check_dht(replace(joining, initial_peers=tuple(answering)), clock_is_right)
+    joining = replace(joining, initial_peers=tuple(answering))
+    if answering and clock_is_right and listening.verdict is Verdict.OK:
+        yield await network.check_reachability(replace(joining, host_maddrs=listen))
+    else:
+        for finding in guesses:
+            yield finding
+    yield await network.check_dht(joining, clock_is_right)
 
 
 async def _run_check(name: str, check: Callable[[], Finding]) -> Finding:

@@ -8,14 +8,23 @@ from contextlib import asynccontextmanager
 
 from swarm.cli.doctor import verdicts
 from swarm.cli.doctor.verdicts import Finding
+from swarm.dht.directory import fetch_models
 from swarm.dht.probe import ProbeResult, probe, read_record, write_record
+from swarm.dht.relay_directory import RelayDirectory
 from swarm.dht.validation import AnnouncementValidator
-from swarm.errors import AddressUnavailable, MembershipError, PeerLost
+from swarm.errors import AddressUnavailable, MembershipError, PeerLost, SwarmError
 from swarm.membership.invite import Invite
 from swarm.transport.p2p import P2PConfig, Peer
+from swarm.transport.reach.relay_choice import Relay
 
 CHECK_TIMEOUT_S = 15.0
 """Limit for each check."""
+
+REACH_TIMEOUT_S = 40.0
+"""For other peers to dial this machine back, and for relays to be tried where they cannot."""
+
+MAX_MODELS = 4
+"""Models whose servers are looked at for relays."""
 
 REINSTALL = "reinstall hivemind: pip install --force-reinstall hivemind"
 
@@ -33,7 +42,7 @@ async def _temporary_peer(config: P2PConfig) -> AsyncIterator[Peer]:
 
 
 async def check_listening(host_maddrs: Sequence[str]) -> list[Finding]:
-    """Start a libp2p daemon that listens as a server does, and find out who could reach it."""
+    """Start a libp2p daemon that listens as a server does, and guess who could reach it."""
     try:
         async with asyncio.timeout(CHECK_TIMEOUT_S), _temporary_peer(P2PConfig(host_maddrs=tuple(host_maddrs))) as peer:
             addresses = await peer.visible_addresses()
@@ -47,6 +56,35 @@ async def check_listening(host_maddrs: Sequence[str]) -> list[Finding]:
     plain = [address.rpartition("/p2p/")[0] for address in addresses]
     found = verdicts.ok("Listening", f"the libp2p daemon starts and listens on {', '.join(plain) or 'nothing'}")
     return [found, verdicts.reachable(plain, [address for address in plain if verdicts.is_public(address)])]
+
+
+async def check_reachability(joining: P2PConfig) -> Finding:
+    """Join as a server does, and have other peers dial this machine.
+
+    Args:
+        joining: with those of the initial peers that answer, and the addresses to listen on.
+    """
+    try:
+        async with asyncio.timeout(REACH_TIMEOUT_S), _temporary_peer(joining) as peer:
+            peer.reach.relay_source = lambda: _relays(peer)
+            await peer.reach.known.wait()
+            return verdicts.reached(
+                peer.reach.reach, peer.reach.is_reachable, peer.reach.describe(), peer.reach.advise()
+            )
+    except TimeoutError:
+        why = f"no peer said within {REACH_TIMEOUT_S:.0f} s whether it can dial this machine"
+        return verdicts.unknown(verdicts.FROM_OUTSIDE, why, "try again, or join by another peer")
+    except (SwarmError, OSError) as error:
+        return verdicts.unknown(verdicts.FROM_OUTSIDE, str(error), "try again, or join by another peer")
+
+
+async def _relays(peer: Peer) -> list[Relay]:
+    """The relays among the servers of the swarm's models."""
+    found: dict[str, Relay] = {}
+    for model in (await fetch_models(peer.dht))[:MAX_MODELS]:
+        for relay in await RelayDirectory(peer, model.name, model.blocks).relays():
+            found[relay.peer_id] = relay
+    return list(found.values())
 
 
 async def check_peers(joining: P2PConfig) -> tuple[list[Finding], list[str]]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from ipaddress import ip_address
 
 from swarm.common.units import format_bytes
+from swarm.transport.reach.verdict import Reach
 
 MIN_PYTHON = (3, 11)
 
@@ -23,6 +24,9 @@ MIN_FLASH_BYTES_PER_S = 0.3e9
 
 SLOW_ROUND_TRIP_S = 0.3
 """Round trip above which every token is noticeably slow."""
+
+FROM_OUTSIDE = "From outside"
+"""The check of whether other peers can dial this machine."""
 
 UPGRADE_COMMAND = "pip install --upgrade swarm"
 
@@ -258,6 +262,23 @@ def is_public(address: str) -> bool:
     return kind in ("ip4", "ip6") and ip_address(host).is_global
 
 
+def reached(reach: Reach, is_reachable: bool, described: str, advice: str) -> Finding:
+    """Judge how other peers reach this machine, after they have tried.
+
+    Args:
+        described: as the end of a sentence.
+        advice: what would be better.
+    """
+    said = f"this machine is {described}"
+    match reach:
+        case Reach.DIRECT:
+            return ok(FROM_OUTSIDE, said)
+        case Reach.HIDDEN:
+            return warning(FROM_OUTSIDE, said, advice) if is_reachable else failure(FROM_OUTSIDE, said, advice)
+        case Reach.UNKNOWN:
+            return unknown(FROM_OUTSIDE, said, "try again, or join by another peer")
+
+
 def reachable(addresses: Sequence[str], public: Sequence[str]) -> Finding:
     """Judge whether other peers can dial this machine, as far as it can tell.
 
@@ -265,7 +286,7 @@ def reachable(addresses: Sequence[str], public: Sequence[str]) -> Finding:
         addresses: all addresses that it would announce.
         public: those that can be dialled from the Internet if no firewall is in between.
     """
-    check = "From outside"
+    check = FROM_OUTSIDE
     if public:
         return unknown(
             check, f"{public[0]} is a public address", "to be sure, run `swarm doctor` with it on another machine"

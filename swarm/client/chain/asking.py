@@ -17,6 +17,7 @@ from swarm.client.chain.patience import (
     AskAllowance,
     first_late,
     is_worth_leaving,
+    none_late_before,
 )
 from swarm.client.chain.route_cutting import cut_route
 from swarm.client.chain.standby import Standby, see_out
@@ -80,19 +81,20 @@ class Asking:
         """
         if self.standby is not None:
             return math.inf
-        earliest = min([hop.progress.clock.late_at() for hop in hops])
-        if earliest > time.perf_counter():  # what else counts makes it later, and takes longer to find out
+        progress = [hop.progress for hop in hops]
+        earliest = none_late_before(progress)
+        if earliest > time.perf_counter():
             return earliest
-        late = first_late([hop.progress for hop in hops], [hop.refill_seconds for hop in hops])
+        late = first_late(progress, [hop.refill_seconds for hop in hops])
         if late is None:
             return math.inf
         if late.time > time.perf_counter():
             return late.time
-        progress = hops[late.index].progress
-        progress.on_asked(late.number)
+        slow = progress[late.index]
+        slow.on_asked(late.number)
         if hops[late.index].is_sound and self.allowance.take():
             self._ask(hops, late.index, refillable, late.number)
-            if progress.delivered < late.number <= progress.received:
+            if slow.delivered < late.number <= slow.received:
                 await self._stop_pushes(late.index)  # what was pushed may be lost, so this client delivers it
         return None
 

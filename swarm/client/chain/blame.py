@@ -123,8 +123,6 @@ def first_finding(hops: Sequence[ClaimingHop]) -> Finding | None:
     Args:
         hops: in the order of the route.
     """
-    if not any(hop.claims.open for hop in hops):
-        return None
     checked: float = math.inf
     for index, hop in enumerate(hops):
         if not hop.is_sound:  # it begins again, and those behind it have computed what it said

@@ -18,7 +18,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 from swarm.client.chain.blame import checked_up_to
 from swarm.client.chain.linked_hops import LinkedHops
@@ -27,6 +26,7 @@ from swarm.client.chain.prompt_chunks import max_chunks_in_flight
 from swarm.client.chain.steps_under_way import StepsUnderWay
 from swarm.client.hops.awaited_steps import NO_STEP
 from swarm.client.hops.hop_session import HopSession
+from swarm.client.hops.input_history import Step
 from swarm.client.hops.session_constants import SessionContext
 from swarm.client.routes.events import SessionEvent
 from swarm.client.wire.packed_hidden import PackedHidden
@@ -57,6 +57,8 @@ class Chain:
         """Caches are filled again up to this step at most: a later one may still be given up, and then is taken out. It
         never goes back, because the record of what a replay has filled a cache with cannot be taken apart."""
         self._window = 1
+        self._everywhere = False
+        """Whether the answers of all hops are waited for, not just those of the last one."""
         self._outputs: dict[int, PackedHidden] = {}
         self._changed = asyncio.Event()
         self._closed = False
@@ -225,7 +227,6 @@ class Chain:
         exit_block: int | None = None,
     ) -> range:
         """Take steps in, to be delivered by `_advance`; their numbers."""
-        self._hops.look_around(self._refillable)
         appended = self.appends(parts[0][1])
         steps = self._under_way.add(parts, exits, exit_block)
         if appended:
@@ -235,8 +236,9 @@ class Chain:
         for hop in self._hops:
             hop.progress.on_call_begun(steps[0].number)
         for step in steps:
+            outputs = step.outputs
             for hop in self._hops:
-                hop.expect(step.number, step.outputs)
+                hop.expect(step.number, outputs)
             self._hops[0].add_input(step)
         return range(steps[0].number, self.next_number)
 
@@ -255,6 +257,7 @@ class Chain:
             patient: whether to wait where there is nothing to do for now; else that is the end.
             awaited: what servers that take over are told, see `wait`.
         """
+        self._everywhere = everywhere
         while not ready():
             self._changed.clear()
             await self._hops.let_standby_in(self._window > 1)
@@ -297,33 +300,42 @@ class Chain:
         """A hop has answered: its outputs are what goes into the next one."""
         step = self._under_way.steps.get(number)
         if step is None or hop not in self._hops:
-            return
-        self._check_inputs()
-        if not hop.is_sound:
+            self._on_change()
             return
         following = self._hops.behind(hop)
         if following is None:
             self._outputs[number] = outputs
-            return
-        following.add_input(replace(step, hidden=outputs))
+        else:
+            self._pass_on(hop, following, step.onward(outputs))
+        is_right = self._check_inputs()
+        if self._everywhere or not is_right or following is None or not self._hops.goes_on_alone(following, number):
+            self._changed.set()
+
+    def _pass_on(self, hop: HopSession, following: HopSession, step: Step) -> None:
+        """The outputs of `hop` go into the hop behind, with `step`."""
+        following.add_input(step)
         if hop.progress.last_was_pushed:
             # A server that has missed the step before refuses what is pushed to it: do not wait for that.
-            before = max((earlier for earlier in self._under_way.steps if earlier < number), default=NO_STEP)
+            before = max((earlier for earlier in self._under_way.steps if earlier < step.number), default=NO_STEP)
             reliable = hop.progress.pushes_onward and following.progress.is_handed(before)
-            following.progress.on_pushed(number, reliable, time.perf_counter())
+            following.progress.on_pushed(step.number, reliable, time.perf_counter())
 
     def _on_change(self) -> None:
         self._check_inputs()
         self._changed.set()
 
-    def _check_inputs(self) -> None:
-        """Compare what servers have computed with what this client knows; what is wrong is computed again.
+    def _check_inputs(self) -> bool:
+        """Compare what servers have computed with what this client knows; what is wrong is computed again. Whether all
+        is right.
 
         Outputs that were taken before the copy came by which they are wrong cannot be taken back.
         """
+        is_right = True
         while not self._closed and (finding := self._hops.next_finding()) is not None:
+            is_right = False
             if self._hops[-1].misled:
                 self._outputs = {number: one for number, one in self._outputs.items() if number < finding.number}
+        return is_right
 
     def _forget_answered(self, settled: int) -> None:
         """Settled steps that all hops have answered matter only as a part of the histories."""

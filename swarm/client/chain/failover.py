@@ -150,7 +150,7 @@ class Failover:
         return which, fresh
 
     async def link(self, hops: Sequence[HopSession], which: range, rows: int = 1, silent: int | None = None) -> None:
-        """Tell the servers of `hops[which]` their neighbors, as far as these are trusted with each other.
+        """Tell the servers of `hops[which]` their neighbors, as far as they should push to each other.
 
         Args:
             rows: how many a pushed step may have.
@@ -159,14 +159,14 @@ class Failover:
         if not self._context.options.push:
             return
         for index in which:
-            before = hops[index - 1] if index and self._are_trusted(hops[index - 1], hops[index]) else None
+            before = hops[index - 1] if index and self._may_push(hops[index - 1], hops[index]) else None
             after = hops[index + 1] if index + 1 < len(hops) and index != silent else None
-            if after is not None and not self._are_trusted(hops[index], after):
+            if after is not None and not self._may_push(hops[index], after):
                 after = None
             await hops[index].link(before, after, rows)
 
-    def _are_trusted(self, before: HopSession, after: HopSession) -> bool:
-        return before.peer_id == after.peer_id or self._routes.trusts_link(before.peer_id, after.peer_id)
+    def _may_push(self, before: HopSession, after: HopSession) -> bool:
+        return before.peer_id == after.peer_id or self._routes.may_push(before.peer_id, after.peer_id)
 
     async def has_others(self, hops: Sequence[HopSession], index: int) -> bool:
         """Whether other servers than that of `hops[index]` can take its place."""
@@ -244,5 +244,7 @@ class Failover:
             failure = without_frames(refused)
         if failure is not None:
             logger.debug("%s does not come back: %s", describe_hop(hop.hop), failure)
+        elif isinstance(error, PeerLost):
+            logger.info("%s is connected again, after %s", describe_hop(hop.hop), error)
         progress.on_repair_ended((error or failure) if failure is not None else None)
         return failure is None

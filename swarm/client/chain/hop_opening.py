@@ -168,5 +168,9 @@ def joined_span(hops: Sequence[HopSession]) -> Span:
 
 
 async def close_all(hops: Sequence[HopSession]) -> None:
-    """Free the session at some servers."""
-    await asyncio.gather(*(hop.close() for hop in hops))
+    """Free the session at some servers. Where this is canceled, they are not told, but all streams are closed."""
+    try:
+        await asyncio.gather(*(hop.close() for hop in hops))
+    finally:
+        for hop in hops:
+            hop.hang_up()  # those of which closing was canceled before it had begun

@@ -8,10 +8,13 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 
+from swarm.client.chain.alarm import Alarm
 from swarm.client.chain.asking import Asking
 from swarm.client.chain.blame import Finding, Verdict, checked_up_to, first_finding
 from swarm.client.chain.failover import Failover
 from swarm.client.chain.hop_opening import CacheContents, HopOpener, close_all, joined_span
+from swarm.client.chain.next_action import goes_on_alone
+from swarm.client.chain.patience import none_late_before
 from swarm.client.chain.standby import Standby
 from swarm.client.chain.steps_under_way import StepsUnderWay
 from swarm.client.hops.hop_session import HopSession
@@ -64,6 +67,8 @@ class LinkedHops:
         self._runs: tuple[range, ...] = ()
         self._unlinked = False
         self._rows = 1
+        self._alarm = Alarm()
+        """Ends `wait`."""
         self._refuser: tuple[str, Exception] | None = None
         """A server that refused a step as one that every server would refuse, and why. Another one is asked now."""
         self._nonsense: tuple[int, str] | None = None
@@ -108,6 +113,17 @@ class LinkedHops:
         """The hop that takes what this one puts out; None for the last one. Raises `ValueError` for a former hop."""
         index = self._hops.index(hop) + 1
         return self._hops[index] if index < len(self._hops) else None
+
+    def goes_on_alone(self, following: HopSession, number: int) -> bool:
+        """Whether a step that the hop before `following` has just answered goes on by itself, if only the last hop is
+        waited for. Then `wait` lasts until the next answer is late."""
+        if not goes_on_alone(following.progress, number, self._under_way.next_number - 1):
+            return False
+        late = none_late_before([hop.progress for hop in self._hops])
+        if self.asking.standby is not None or late <= time.perf_counter():
+            return False
+        self._alarm.move(late)
+        return True
 
     async def open(self) -> None:
         """Find a route and reserve cache space on its servers. Raises `MissingBlocks` or a `RemoteError`."""
@@ -216,29 +232,27 @@ class LinkedHops:
         else:
             await self._failover.link(self._hops, neighbors, self._rows)
 
-    def look_around(self, refillable: int) -> None:
-        """See `Asking.look_around`; also for `refillable`."""
-        self.asking.look_around(self._hops, refillable)
-
     async def wait(self, changed: asyncio.Event, until: float, refillable: int) -> None:
-        """Wait until `changed` is set, or until then. Where an answer is late, others are asked.
+        """Wait until `changed` is set, or until then. Where an answer is late, others are asked. How long the answers
+        before took is noted here, where there is time for it.
 
         Args:
             refillable: see `repair`.
         """
+        self.asking.look_around(self._hops, refillable)
         late = await self.asking.ask_if_late(self._hops, refillable)
         if late is None:
             return
-        until = min(until, late)
+        self._alarm.start(min(until, late), changed.set)
         try:
-            async with asyncio.timeout(until - time.perf_counter() if until < math.inf else None):
-                await changed.wait()
-        except TimeoutError:
-            stood_still = time.perf_counter() - until
-            if stood_still > CLIENT_STALL_S:
-                for hop in self._hops:
-                    hop.progress.clock.excuse(stood_still)
-                await asyncio.sleep(CLIENT_STALL_S)  # what has come meanwhile is read first
+            await changed.wait()
+        finally:
+            self._alarm.stop()
+        stood_still = time.perf_counter() - self._alarm.time
+        if stood_still > CLIENT_STALL_S:
+            for hop in self._hops:
+                hop.progress.clock.excuse(stood_still)
+            await asyncio.sleep(CLIENT_STALL_S)  # what has come meanwhile is read first
 
     async def deliver(self, index: int, number: int, several: bool, changed: asyncio.Event, refillable: int) -> None:
         """Hand a step over. If the server does not read it, others are asked meanwhile; see `repair` and `wait`."""
@@ -323,8 +337,10 @@ class LinkedHops:
         if error is None or is_worth_another_server(error) or hop.progress.replaced:
             return False
         if self._refuser is not None and self._refuser[0] != hop.peer_id:
-            self._refuser = None  # they agree
-            return False
+            refuser, self._refuser = self._refuser, None
+            if type(refuser[1]) is type(error):
+                return False  # they agree
+            self._context.routes.report_failure(*refuser)  # they contradict each other, so a third one is asked
         if not await self._failover.has_others(self._hops, index):
             return False
         self._refuser = hop.peer_id, error

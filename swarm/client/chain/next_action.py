@@ -91,11 +91,13 @@ def next_action(
     """
     if not numbers or min((hop.replied for hop in hops) if everywhere else [hops[-1].replied]) >= numbers[-1]:
         return Finished()
+    departures: dict[int, _Departure] = {}
     for index, hop in enumerate(hops):
         if hop.error is not None or hop.stale:
             return Repair(index)
+        if hop.leaving is not None and not departures:
+            departures = _departures(hops, numbers, runs or [range(index, index + 1) for index in range(len(hops))])
     until = NO_DEADLINE
-    departures = _departures(hops, numbers, runs or [range(index, index + 1) for index in range(len(hops))])
     for index, hop in reversed(list(enumerate(hops))):  # the step nearest to its end goes first
         action = _next_at(index, hop, numbers, now, window, departures.get(index))
         if index == 0 and window == 1 and isinstance(action, Deliver) and _is_behind(hops, numbers, action.number):
@@ -104,6 +106,18 @@ def next_action(
             return action
         until = min(until, action.time)
     return WaitUntil(until)
+
+
+def goes_on_alone(following: HopState, number: int, newest: int) -> bool:
+    """Whether a step that a hop has just answered goes on by itself: if it was right to wait, and only for the last
+    hop, it still is, until a deadline has passed.
+
+    Args:
+        following: the hop behind.
+        number: of the step.
+        newest: number of the newest step. An answer to another one may allow for the next.
+    """
+    return number == newest and _handed(following) >= number
 
 
 def _is_behind(hops: Sequence[HopState], numbers: Sequence[int], number: int) -> bool:

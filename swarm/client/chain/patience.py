@@ -83,6 +83,11 @@ class AskAllowance:
         return True
 
 
+def none_late_before(hops: Sequence[WaitedHop]) -> float:
+    """A time before which no answer is late, or overdue. The rest makes that later, and takes longer to find out."""
+    return min([min(hop.clock.late_at(), hop.clock.deadline) for hop in hops])
+
+
 def first_late(hops: Sequence[WaitedHop], refill_seconds: Sequence[float]) -> LateHop | None:
     """The hop for which others are asked first, if none answers before; None if no answer is awaited.
 

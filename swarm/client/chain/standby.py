@@ -18,7 +18,6 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
 
 from swarm.client.chain.failover import Vacancy
 from swarm.client.chain.hop_opening import HopOpener, close_all
@@ -100,6 +99,7 @@ class Standby:
     def on_reply(self, hop: HopSession, outputs: PackedHidden) -> None:
         """One of its hops has answered the step that it was handed."""
         self._answers[hop] = outputs
+        self._changed.set()
 
     def on_change(self) -> None:
         """Something has happened at some hop."""
@@ -146,7 +146,7 @@ class Standby:
             except TimeoutError:
                 error = PeerTimeout(f"{describe_hop(hop.hop)} has not answered within {seconds:.1f} s")
                 raise self._opener.report_failure(hop, error) from None
-            step = replace(step, hidden=self._answers.pop(hop))
+            step = step.onward(self._answers.pop(hop))
         self.outputs[step.number] = step.hidden
 
     def _require_sound(self, hop: HopSession) -> None:

@@ -48,11 +48,11 @@ class AwaitedSteps:
 
     def tokens(self, numbers: Iterable[int]) -> int:
         """Tokens of some steps together."""
-        return sum(self._expected[number].tokens for number in numbers)
+        return sum([self._expected[number].tokens for number in numbers])
 
     def largest_reply(self) -> int:
         """Values in the largest answer that may come now."""
-        return max((outputs.values for outputs in self._expected.values()), default=0)
+        return max([outputs.values for outputs in self._expected.values()], default=0)
 
     @property
     def may_be_answered(self) -> bool:

@@ -170,17 +170,18 @@ class HopProgress:
         Args:
             full: the step's tokens have passed all blocks.
         """
-        if number > min(self.steps.numbers()):
+        under_way = self.steps.numbers()
+        if number > under_way[0]:
             self._on_reply_missed(number)
             return False
         continues = number > self._first_of_call
-        self.clock.on_reply(number, self.steps.tokens([number]), compute_seconds, continues, now, full)
+        self.clock.on_reply(number, self.steps.outputs(number).tokens, compute_seconds, continues, now, full)
         self.last_was_pushed = was_pushed
         if self.steps.answer(number, self._first_of_call):
             self.retries = 0
         self._seen_pushes = {step for step in self._seen_pushes if step > number}
-        for following in self.steps.numbers()[:1]:
-            self._start_clock(following, now)
+        if len(under_way) > 1:
+            self._start_clock(under_way[1], now)
         return True
 
     def on_given_up(self, after: int, last: int, copied_rows: bool) -> None:
@@ -325,7 +326,7 @@ class HopProgress:
         """Step `number` is on its way to the server, or the next one there."""
         under_way = [number for number in self.steps.numbers() if self.is_handed(number)]
         if under_way:
-            first = self.steps.tokens(under_way[:1])
+            first = self.steps.outputs(under_way[0]).tokens
             self.clock.on_handed(number, under_way[0], self.steps.tokens(under_way), now, first)
 
     @property

@@ -67,7 +67,7 @@ class HopSession:
         context: the constants of the session.
         hop: the server and its blocks.
         on_reply: called with the number and the validated outputs of each step that is answered.
-        on_change: called after anything has happened.
+        on_change: called after anything else has happened.
         history: what went into these blocks before; empty if None.
     """
 
@@ -267,6 +267,10 @@ class HopSession:
         may_answer = self.progress.steps.may_be_answered or not self._stream.is_listening
         await self._stream.close(drain=may_answer and self.progress.error is None)
 
+    def hang_up(self) -> None:
+        """End the connection without a word."""
+        self._stream.hang_up()
+
     async def _send(self, message: messages.Message, payload: bytes | memoryview, seconds: float) -> None:
         """Send a message. A server that does not read is as bad as one that does not answer."""
         try:
@@ -280,9 +284,10 @@ class HopSession:
         return 4 * max(self.progress.steps.largest_reply(), replay)
 
     def _on_message(self, reply: messages.ServerMessage, payload: bytes | memoryview) -> None:
+        answered = False
         match reply:
             case messages.StepReply():
-                self._on_step_reply(reply, payload)
+                answered = self._on_step_reply(reply, payload)
             case messages.Refusal():
                 self._on_refusal(reply)
             case messages.ReplayReply() if self._unanswered_replays:
@@ -293,28 +298,35 @@ class HopSession:
                 raise unexpected_reply(self.hop, reply)
         if self.progress.error is not None:
             self._fail_replay(self.progress.error)
-        self._on_change()
+        if not answered:
+            self._on_change()
 
-    def _on_step_reply(self, reply: messages.StepReply, payload: bytes | memoryview) -> None:
+    def _on_step_reply(self, reply: messages.StepReply, payload: bytes | memoryview) -> bool:
+        """Whether it was the awaited answer to a step, so that the chain has heard of it."""
         kind = self.progress.steps.classify_reply(reply.step)
         if not self.is_sound or kind is ReplyKind.LATE:  # the outputs of a hop that failed are handed on by nobody
-            return
+            return False
         if kind is ReplyKind.UNKNOWN:
-            return self._doubt(unexpected_reply(self.hop, reply))
+            self._doubt(unexpected_reply(self.hop, reply))
+            return False
         shape = self.progress.steps.outputs(reply.step)
         try:
             left = validate_left(self.hop, self._context.span.start, shape.exits, reply.left)
-            outputs = replace(validate_outputs(self.hop, shape, payload, reply), left=left)
+            outputs = validate_outputs(self.hop, shape, payload, reply)
         except ProtocolViolation as error:
             if not self.claims.was_open and not isinstance(error, NotFiniteOutputs):
                 raise
             # Perhaps it is what the server before has pushed that does not allow for better.
             self.claims.add(reply.step, Claim(reply.input_checksum, error))
-            return
+            return False
+        if left is not None:
+            outputs = replace(outputs, left=left)
         now, is_full = time.perf_counter(), not any(left or ())
-        if self.progress.on_reply(reply.step, reply.compute_ms / 1e3, reply.pushed, now, is_full):
-            self.claims.add(reply.step, Claim(reply.input_checksum))
-            self._on_reply(self, reply.step, outputs)
+        if not self.progress.on_reply(reply.step, reply.compute_ms / 1e3, reply.pushed, now, is_full):
+            return False
+        self.claims.add(reply.step, Claim(reply.input_checksum))
+        self._on_reply(self, reply.step, outputs)
+        return True
 
     def _doubt(self, error: ProtocolViolation) -> None:
         """An answer to no step of this client's. Raises the error if no other server may have sent one."""

@@ -57,6 +57,10 @@ class Step:
             exits = AllowedExits(self.layout.counts, tuple(block for block, _ in self.exits.thresholds))
         return OutputShape(self.hidden.tokens, self.hidden.hidden_size, exits)
 
+    def onward(self, hidden: PackedHidden) -> Step:
+        """The same step at the hop behind, which gets `hidden`."""
+        return Step(self.number, self.layout, hidden, self.epoch, self.follows, self.exits, self.exit_block)
+
     @property
     def request(self) -> StepRequest:
         """How it is sent to the hop, by this client or by the server before."""

@@ -15,6 +15,7 @@ from swarm.client.config import ClientConfig, ModelIdentity, NetworkOptions
 from swarm.client.connection import SwarmConnection
 from swarm.client.local_blocks import LocalBlocks, parse_local_blocks
 from swarm.client.model.generation_mixin import ActiveSessions, DistributedGenerationMixin, DistributedModelMixin
+from swarm.client.model.model_source import ModelSource
 from swarm.client.model.remote_sequential import RemoteLayer, RemoteSequential
 from swarm.client.model.transformers_hooks import ForwardHooks
 from swarm.client.routes.weight_pins import make_pins
@@ -23,10 +24,10 @@ from swarm.client.tuning.options import TuningConfig, TuningOptions, resolve_tun
 from swarm.client.tuning.trained import TrainedParameters
 from swarm.data_structures import Span, WireFormat
 from swarm.errors import AdapterMismatch, InvalidOption
-from swarm.membership.invite import read_invite
+from swarm.membership.invite import Invite, read_invite
 from swarm.models.adapters.adapter_files import StoredAdapter, read_adapter
 from swarm.models.blockless_model import Task, load_blockless_model
-from swarm.models.checkpoints.checkpoint import Checkpoint, open_checkpoint
+from swarm.models.checkpoints.checkpoint import Checkpoint
 from swarm.models.checkpoints.partial_loading import resolve_dtype
 from swarm.models.cutting.families import classification_class
 from swarm.models.loading.span_loading import load_span
@@ -62,6 +63,7 @@ class _AutoDistributedModel:
         dtype: str | torch.dtype = "auto",
         wire: str | WireFormat = AUTO_WIRE,
         cache_dir: str | Path | None = None,
+        weights_from: str = "auto",
         local_blocks: int | str | Span | None = None,
         show_route: bool = False,
         network: NetworkOptions | None = None,
@@ -83,7 +85,10 @@ class _AutoDistributedModel:
             dtype: of the local part: "auto" (the checkpoint's), "float32", "bfloat16" or "float16".
             wire: format of hidden states on the wire: "none" (as computed), "float16", "bfloat16", "blockwise8", or
                 "auto": 8 bits if measurements showed that the family tolerates them, else 16 (docs/wire.md).
-            cache_dir: folder for files of the hub.
+            cache_dir: folder for files of the hub, and for what peers send.
+            weights_from: where config, tokenizer, embeddings and head come from: "hub" (or the folder), "peers"
+                (servers of the swarm that share them), or "auto": from peers if the model is no folder, the hub cannot
+                be reached, and `network` says which weights are believed.
             local_blocks: first blocks that this process computes itself, such as 4 or "0:4".
             show_route: print every route that a session takes.
             network: which servers are used, and how long to wait for them.
@@ -102,12 +107,41 @@ class _AutoDistributedModel:
         tuning_config = resolve_tuning(mode, adapter, tuning or TuningOptions())
         _validate_num_labels(cls.task, num_labels)
         peers, network = _resolve_initial_peers(initial_peers), network or NetworkOptions()
-        invite = read_invite(os.environ.get("SWARM_MEMBERSHIP") if membership is None else membership)
-        checkpoint = open_checkpoint(model, revision=revision, cache_dir=cache_dir)
+        invite = _read_invite(membership)
+        source = ModelSource(model, revision, cache_dir, weights_from, peers, invite, network)
+        checkpoint = source.open(local_blocks)
         request = _resolve_model(checkpoint, cls.task, dtype, num_labels, tuning_config, cache_dir)
         wire_format = wire_format or default_wire_format(checkpoint.config, tuning_config.is_training)
         local_span = parse_local_blocks(local_blocks, checkpoint.blocks)
         return _load_model(ClientConfig(peers, wire_format, local_span, show_route, network, invite), request)
+
+    @staticmethod
+    def open_checkpoint(
+        model: str | Path | None = None,
+        *,
+        initial_peers: Sequence[str] | None = None,
+        membership: str | Path | None = None,
+        revision: str | None = None,
+        cache_dir: str | Path | None = None,
+        weights_from: str = "auto",
+        local_blocks: int | str | Span | None = None,
+        network: NetworkOptions | None = None,
+        **others: Any,
+    ) -> Checkpoint:
+        """The checkpoint that `from_pretrained` would use, with the same arguments; others are ignored.
+
+        If it comes from peers, what the client needs of it is received.
+        """
+        source = ModelSource(
+            model,
+            revision,
+            cache_dir,
+            weights_from,
+            _resolve_initial_peers(initial_peers),
+            _read_invite(membership),
+            network or NetworkOptions(),
+        )
+        return source.open(local_blocks)
 
 
 class AutoDistributedModelForCausalLM(_AutoDistributedModel):
@@ -227,6 +261,10 @@ def _resolve_num_labels(num_labels: int | None, stored: StoredAdapter | None) ->
     if num_labels not in (None, *found):
         raise AdapterMismatch(f"num_labels={num_labels}, but the adapter's head has {min(found)} classes")
     return min(found)
+
+
+def _read_invite(membership: str | Path | None) -> Invite | None:
+    return read_invite(os.environ.get("SWARM_MEMBERSHIP") if membership is None else membership)
 
 
 def _resolve_initial_peers(given: Sequence[str] | None) -> tuple[str, ...]:

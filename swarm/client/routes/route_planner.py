@@ -11,13 +11,14 @@ import logging
 import random
 import time
 from collections.abc import Callable, Sequence
+from collections.abc import Set as AbstractSet
 from typing import TypeVar
 
 from swarm.client.config import ClientConfig, ModelIdentity
 from swarm.client.local_blocks import describe_route
 from swarm.client.routes.events import EventListener, PeerAvoided, ignore_events
 from swarm.data_structures import Hop, Route, ServerInfo, Span
-from swarm.dht.directory import fetch_servers
+from swarm.dht.directory import fetch_models, fetch_servers
 from swarm.errors import (
     CacheFull,
     DhtError,
@@ -30,6 +31,7 @@ from swarm.errors import (
     ServerClosing,
     SuspectOutputs,
     WrongSpan,
+    sanitize_text,
 )
 from swarm.routing.batch_split import BatchShare
 from swarm.routing.compatibility import compatible_servers
@@ -84,7 +86,8 @@ class RoutePlanner:
         self, peer: Peer, config: ClientConfig, model: ModelIdentity, emit: EventListener = ignore_events
     ) -> None:
         network = config.network
-        allowed = frozenset(network.allowed_servers) if network.allowed_servers is not None else None
+        given = network.allowed_servers
+        allowed = given if given is None or isinstance(given, AbstractSet) else frozenset(given)
         self.missing_blocks_timeout = network.wait_for_blocks
         self.router = Router(allowed, frozenset(network.blocked_servers))
         self._peer = peer
@@ -175,9 +178,9 @@ class RoutePlanner:
         """2 to the power of the recent timeouts of the server: it may be slow, not dead."""
         return 2.0 ** self.router.health.reasons(peer_id).count(PeerFailure.TIMED_OUT)
 
-    def trusts_link(self, before: str, after: str) -> bool:
-        """See `RouteSource.trusts_link`."""
-        return self.router.links.trusts(before, after, time.monotonic())
+    def may_push(self, before: str, after: str) -> bool:
+        """See `RouteSource.may_push`."""
+        return self.router.may_push(before, after, time.monotonic())
 
     def distrust_link(self, before: str, after: str) -> None:
         """See `RouteSource.distrust_link`."""
@@ -221,15 +224,24 @@ class RoutePlanner:
         try:
             async with asyncio.timeout(REFRESH_TIMEOUT_S):
                 announced = await fetch_servers(self._peer.dht, model.name, model.blocks)
+                others = await self._other_models() if not announced else []
         except TimeoutError:
             raise DhtError(f"no answer within {REFRESH_TIMEOUT_S:.0f} s; the servers known before are used") from None
         digests = await asyncio.to_thread(model.pins.learn, announced) if model.pins is not None else None
         found = compatible_servers(announced, model.revision, digests, network.weight_forms, network.exact)
-        self.router.update(found.servers, found.excluded)
+        self.router.update(found.servers, found.excluded, others)
         _ = self.router.snapshot.links  # computed now, so that no failover has to wait for it
         self._refreshed_at = time.monotonic()
         if self._ping_task is None or self._ping_task.done():
             self._ping_task = asyncio.get_running_loop().create_task(self._ping_servers())
+
+    async def _other_models(self) -> list[str]:
+        """Names of the models that the swarm serves, for a client whose model no server announces."""
+        try:
+            listed = await fetch_models(self._peer.dht)
+        except DhtError:
+            return []
+        return [sanitize_text(model.name) for model in listed if model.name != self._model.name]
 
     async def _ping_servers(self) -> None:
         candidates = self.router.candidates_to_ping(Span(0, self._model.blocks), time.monotonic(), self._random)

@@ -68,8 +68,8 @@ class RouteSource(Protocol):
     def timeout_factor(self, peer_id: str) -> float:
         """How many times longer than it announces the server should be given, because it was too slow before."""
 
-    def trusts_link(self, before: str, after: str) -> bool:
-        """Whether one server may push to the other."""
+    def may_push(self, before: str, after: str) -> bool:
+        """Whether one server should push to the other; if not, this client hands its outputs on."""
 
     def distrust_link(self, before: str, after: str) -> None:
         """One of two servers lied about what passed between them: keep them apart for a while."""

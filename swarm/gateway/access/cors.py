@@ -9,21 +9,21 @@ from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 
 from swarm.gateway.access.host_check import name_of
+from swarm.gateway.http.middleware import REQUEST_ID_HEADER
 from swarm.gateway.openai.api_errors import OriginNotAllowed
 
 
-def cors_middleware(origins: Sequence[str], request_headers: Sequence[str]) -> Middleware:
+def cors_middleware(origins: Sequence[str]) -> Middleware:
     """Answers preflight requests, and adds the CORS headers for these origins.
 
-    Args:
-        request_headers: that pages may set, beside `Authorization` and `Content-Type`.
+    Pages may set any header: SDKs have many of their own, such as `x-stainless-os`, and none means anything here.
     """
     return Middleware(
         CORSMiddleware,
         allow_origins=list(origins),
         allow_methods=["GET", "POST"],
-        allow_headers=["Authorization", "Content-Type", *request_headers],
-        expose_headers=["Retry-After"],
+        allow_headers=["*"],  # Starlette then allows those that the preflight request names
+        expose_headers=["Retry-After", REQUEST_ID_HEADER],
     )
 
 
@@ -34,7 +34,8 @@ def check_origin(headers: Headers, origins: Collection[str], host_names: Collect
     "simple". A simple request would be computed, and only its response hidden from the page.
 
     Browsers say in `Sec-Fetch-Site` where a request comes from, but old ones do not, and none does where the gateway is
-    reached over plain HTTP under another address than this machine's own. All of them say `Origin` in a POST.
+    reached over plain HTTP under another address than this machine's own. All of them say `Origin` in a POST. So both
+    have to fit.
 
     Args:
         origins: of other sites whose pages may use the gateway; `*` for all.
@@ -44,15 +45,19 @@ def check_origin(headers: Headers, origins: Collection[str], host_names: Collect
         OriginNotAllowed: the browser says that the request is from another site, which is not among `origins`.
     """
     if _is_cross_site(headers, host_names) and "*" not in origins and headers.get("origin") not in origins:
-        raise OriginNotAllowed("pages of other sites may not use this gateway (see --cors)", code="wrong_origin")
+        raise OriginNotAllowed(
+            "pages of other sites may not use this gateway (see --cors; if this is the gateway's own page behind a "
+            "proxy, let the proxy pass the Host header on, or name it with --host-name)",
+            code="wrong_origin",
+        )
 
 
 def _is_cross_site(headers: Headers, host_names: Collection[str]) -> bool:
     site, origin = headers.get("sec-fetch-site"), headers.get("origin")
-    if site is not None:
-        return site not in ("same-origin", "none")
+    if site not in (None, "same-origin", "none"):
+        return True
     if origin is None:
-        return False  # not a browser
+        return False  # not a browser, or a request that changes nothing
     place = origin.partition("://")[2]
     return place == "" or (
         _with_port(origin) != _with_port(f"{origin.partition('://')[0]}://{headers.get('host', '')}")

@@ -5,6 +5,9 @@ the gateway's address once the page is loaded; then the browser takes the gatewa
 requests still carry the domain in `Host`. A name that no outsider can own is safe: an IP address, a name without a dot,
 or one that does not exist in public DNS. The gateway's operator has to list all others. Loopback and local networks are
 no exception, because the tricked browser is inside.
+
+0.0.0.0 reaches this machine too, but browsers treat it as a stranger's address, and say less about who asks. It is no
+address of anything, so it is refused.
 """
 
 from __future__ import annotations
@@ -31,9 +34,14 @@ REFUSAL = (
 )
 
 
+UNSPECIFIED_REFUSAL = "0.0.0.0 is not the address of any machine: use http://127.0.0.1, or this machine's own address"
+
+
 def is_local_name(host: str) -> bool:
     """Whether `host`, the value of a `Host` header, is a name that no outsider can own."""
     name = name_of(host)
+    if is_unspecified(host):
+        return False
     return "." not in name or name.startswith("[") or name.endswith(PRIVATE_SUFFIXES) or is_address(name)
 
 
@@ -54,6 +62,15 @@ def is_address(host: str) -> bool:
     return True
 
 
+def is_unspecified(host: str) -> bool:
+    """Whether `host`, the value of a `Host` header, is 0.0.0.0 or its like."""
+    name = name_of(host).strip("[]")
+    try:
+        return name.isdigit() or ipaddress.ip_address(name).is_unspecified  # 0 is short for 0.0.0.0
+    except ValueError:
+        return False
+
+
 def is_loopback(listening: socket.socket) -> bool:
     """Whether the socket is only reachable from this machine."""
     return ipaddress.ip_address(listening.getsockname()[0].partition("%")[0]).is_loopback
@@ -72,4 +89,5 @@ class HostCheck:
             await self._app(scope, receive, send)
             return
         logger.info("Rejected a request for host %r", host[:100])
-        await error_response(HostNotAllowed(REFUSAL, code="wrong_host"))(scope, receive, send)
+        refusal = UNSPECIFIED_REFUSAL if is_unspecified(host) else REFUSAL
+        await error_response(HostNotAllowed(refusal, code="wrong_host"))(scope, receive, send)

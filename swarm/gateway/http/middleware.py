@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
+import secrets
 import time
 
-from starlette.datastructures import Headers
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from swarm.metrics.gateway import GatewayMetrics
@@ -14,6 +16,12 @@ from swarm.metrics.gateway import GatewayMetrics
 logger = logging.getLogger("swarm.gateway.access")
 
 MAX_LOGGED_PATH_CHARACTERS = 200
+
+REQUEST_ID_HEADER = "x-request-id"
+REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
+"""Names of requests that are taken over from clients."""
+
+REQUEST_ID_BYTES = 12
 
 DRAIN_TIMEOUT_S = 10.0
 """How long the rest of a request that is already answered is read."""
@@ -68,8 +76,14 @@ def _has_body(scope: Scope) -> bool:
     return "transfer-encoding" in headers or headers.get("content-length", "0") != "0"
 
 
+def _request_id(scope: Scope) -> str:
+    """The request's own name, if it has a usable one, or a new one."""
+    given = Headers(scope=scope).get(REQUEST_ID_HEADER, "")
+    return given if REQUEST_ID.fullmatch(given) else f"req_{secrets.token_hex(REQUEST_ID_BYTES)}"
+
+
 class AccessLog:
-    """Counts responses in the metrics, and writes one log line for each."""
+    """Counts responses in the metrics, and writes one log line for each, with the name that the response carries."""
 
     def __init__(self, app: ASGIApp, metrics: GatewayMetrics) -> None:
         self._app = app
@@ -81,11 +95,13 @@ class AccessLog:
             return
         started_at = time.perf_counter()
         status, size_bytes = 500, 0
+        request_id = _request_id(scope)
 
         async def watched_send(message: Message) -> None:
             nonlocal status, size_bytes
             if message["type"] == "http.response.start":
                 status = message["status"]
+                MutableHeaders(scope=message)[REQUEST_ID_HEADER] = request_id
             elif message["type"] == "http.response.body":
                 size_bytes += len(message.get("body", b""))
             await send(message)
@@ -99,10 +115,17 @@ class AccessLog:
             self._metrics.body_sent(size_bytes)
             path = scope["path"][:MAX_LOGGED_PATH_CHARACTERS]
             logger.info(
-                "%s %r %d %.3f s",  # %r because a path may contain line breaks
+                "%s %r %d %.3f s (%s)",  # %r because a path may contain line breaks
                 scope["method"],
                 path,
                 status,
                 seconds,
-                extra={"path": path, "status": status, "seconds": round(seconds, 3), "bytes": size_bytes},
+                request_id,
+                extra={
+                    "path": path,
+                    "status": status,
+                    "seconds": round(seconds, 3),
+                    "bytes": size_bytes,
+                    "request_id": request_id,
+                },
             )

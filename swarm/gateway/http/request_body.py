@@ -8,18 +8,28 @@ requests is what bounds their memory.
 from __future__ import annotations
 
 import asyncio
+import zlib
 from types import TracebackType
 
 from starlette.requests import ClientDisconnect, Request
 
 from swarm.gateway.http.disconnect import ClientDisconnected
-from swarm.gateway.openai.api_errors import PayloadTooLarge, RequestTimeout, ServiceUnavailable
+from swarm.gateway.openai.api_errors import (
+    BadRequest,
+    PayloadTooLarge,
+    RequestTimeout,
+    ServiceUnavailable,
+    UnsupportedMediaType,
+)
 
 MAX_CONTENT_LENGTH_DIGITS = 18
 """A longer Content-Length exceeds every limit and is not parsed as a number."""
 
 CHARACTER_BYTES = 4
 """Python keeps a text with one character beyond the basic plane in 4 bytes for each."""
+
+GZIP_WINDOW_BITS = 31
+"""zlib's name for gzip with the largest window, which is 32 KiB."""
 
 VALUE_BYTES = 96
 """The most that a value of JSON takes in memory, besides its characters: empty arrays and objects are the worst."""
@@ -113,7 +123,10 @@ async def read_body(request: Request, max_bytes: int, timeout_s: float, room: Re
     """Read the request's body. `room` then holds what it takes, both as bytes and decoded.
 
     Raises:
-        PayloadTooLarge: the body is larger than `max_bytes`, or takes more memory than one request gets.
+        BadRequest: the body is not what its Content-Encoding says.
+        UnsupportedMediaType: its Content-Encoding is not known here.
+        PayloadTooLarge: the body, or what is unpacked from it, is larger than `max_bytes`, or takes more memory than
+            one request gets.
         RequestTimeout: the body did not arrive within `timeout_s`.
         ServiceUnavailable: too many other requests hold memory.
         ClientDisconnected: the client disconnected before the body was complete.
@@ -121,20 +134,74 @@ async def read_body(request: Request, max_bytes: int, timeout_s: float, room: Re
     announced = request.headers.get("content-length", "0")
     if len(announced) > MAX_CONTENT_LENGTH_DIGITS or (announced.isdigit() and int(announced) > max_bytes):
         raise _too_large(max_bytes)
+    unpacked = _unpacker(request.headers.get("content-encoding", ""), max_bytes)
+    received = 0
     body = bytearray()  # no list of parts, which takes many times their bytes if a client sends a few at a time
     try:
         async with asyncio.timeout(timeout_s):
             async for part in request.stream():
-                if len(body) + len(part) > max_bytes:
+                received += len(part)
+                if received > max_bytes:
                     raise _too_large(max_bytes)
+                part = unpacked.add(part) if unpacked is not None else part
                 room.hold(len(part))
                 body += part
     except TimeoutError:
         raise RequestTimeout(f"the request did not arrive within {timeout_s:.0f} s") from None
     except ClientDisconnect:
         raise ClientDisconnected from None
+    if unpacked is not None:
+        unpacked.require_complete()
     room.hold(decoded_bytes(body))
     return bytes(body)
+
+
+class _GzipUnpacker:
+    """Unpacks a body that comes in parts, up to a limit.
+
+    Args:
+        max_bytes: of what is unpacked.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = self._left = max_bytes
+        self._decompressor = zlib.decompressobj(GZIP_WINDOW_BITS)
+
+    def add(self, part: bytes) -> bytes:
+        """What the next part unpacks to. Raises `PayloadTooLarge` or `BadRequest`."""
+        try:
+            unpacked = self._decompressor.decompress(part, self._left + 1)
+        except zlib.error:
+            raise _not_gzip() from None
+        self._left -= len(unpacked)
+        if self._left < 0:
+            raise _too_large(self._max_bytes)
+        if self._decompressor.unused_data:
+            raise _not_gzip()
+        return unpacked
+
+    def require_complete(self) -> None:
+        """Raises `BadRequest` if something is missing."""
+        if not self._decompressor.eof:
+            raise _not_gzip()
+
+
+def _unpacker(encoding: str, max_bytes: int) -> _GzipUnpacker | None:
+    name = encoding.strip().lower()
+    if name in ("", "identity"):
+        return None
+    if name in ("gzip", "x-gzip"):
+        return _GzipUnpacker(max_bytes)
+    raise UnsupportedMediaType(
+        f"the Content-Encoding {encoding[:50]!r} is not known here; send the body as it is, or packed with gzip",
+        code="unsupported_encoding",
+    )
+
+
+def _not_gzip() -> BadRequest:
+    return BadRequest(
+        "the body is not one complete gzip file, as its Content-Encoding says; send it as it is", code="invalid_gzip"
+    )
 
 
 def _too_large(max_bytes: int) -> PayloadTooLarge:

@@ -114,6 +114,13 @@ class PayloadTooLarge(ApiError):
     error_type = "invalid_request_error"
 
 
+class UnsupportedMediaType(ApiError):
+    """The request's body is packed in a way that is not known here."""
+
+    status = 415
+    error_type = "invalid_request_error"
+
+
 class TooManyRequests(ApiError):
     """A limit of the key is used up, or the gateway is busy."""
 

@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 from swarm.gateway.openai.api_errors import BadRequest
+from swarm.gateway.openai.chat_messages import AllowedTools, ChatMessage, MessageToolCall, ToolChoice
 from swarm.gateway.openai.early_exit_options import early_exit_options
 from swarm.gateway.openai.request_schema import (
-    MAX_CHOICES,
-    ChatMessage,
+    MAX_TEXTS,
+    UNLIMITED,
     ChatRequest,
     CompletionRequest,
     GenerationRequest,
-    MessageToolCall,
-    NamedToolChoice,
 )
 from swarm.gateway.settings import GatewaySettings
 from swarm.generation.formats.tool_calls import ToolFunction, ToolOptions
-from swarm.generation.prompts import GenerationOptions, chat_sequences, completion_sequences
-from swarm.generation.sequence_generation import SequenceRequest
+from swarm.generation.prompts import ROOM_LEFT, GenerationOptions, chat_sequences, completion_sequences
+from swarm.generation.sequence_request import SequenceRequest
 from swarm.generation.served_model import ServedModel
+from swarm.models.tokenizers.chat_template import TemplateOptions, reads_variable
 
 
 def chat_request_sequences(
@@ -41,7 +43,7 @@ def chat_request_sequences(
         _generation_options(request, served, settings, max_tokens, top_logprobs),
         default_max_tokens=settings.default_max_tokens,
         tools=tool_options(request),
-        response_format=request.response_format,
+        template=template_options(request, served),
     )
 
 
@@ -57,10 +59,25 @@ def completion_request_sequences(
     """
     prompts = request.prompts()
     count = len(prompts) * (request.n or 1)
-    if count > MAX_CHOICES:
-        raise BadRequest(f"prompts times n are {count} texts; one request may have {MAX_CHOICES} at most", param="n")
+    if count > MAX_TEXTS:
+        raise BadRequest(f"prompts times n are {count} texts; one request may have {MAX_TEXTS} at most", param="n")
     options = _generation_options(request, served, settings, request.max_tokens, request.logprobs)
-    return completion_sequences(served, prompts, options)
+    return completion_sequences(served, prompts, replace(options, scores_prompt=bool(request.echo)))
+
+
+def template_options(request: ChatRequest, served: ServedModel) -> TemplateOptions:
+    """What a request asks of the chat template."""
+    variables = dict(request.chat_template_kwargs or {})
+    if (effort := request.reasoning_effort) is not None:  # a wish: templates that do not know it ignore it
+        if effort == "none" and reads_variable(served.tokenizer, "enable_thinking"):
+            variables.setdefault("enable_thinking", False)
+        elif reads_variable(served.tokenizer, "reasoning_effort"):
+            variables.setdefault("reasoning_effort", effort)
+    return TemplateOptions(
+        variables,
+        continue_final=bool(request.continue_final_message),
+        opens_answer=request.add_generation_prompt is not False,
+    )
 
 
 def tool_options(request: ChatRequest) -> ToolOptions:
@@ -70,10 +87,21 @@ def tool_options(request: ChatRequest) -> ToolOptions:
         for tool in request.tools or ()
     )
     choice = request.tool_choice
-    if isinstance(choice, NamedToolChoice):
+    if isinstance(choice, ToolChoice) and choice.function is not None:
         return ToolOptions(functions, forced_function=choice.function.name)
-    mode: Literal["auto", "none", "required"] = choice or "auto"
+    if isinstance(choice, ToolChoice) and choice.allowed_tools is not None:
+        return ToolOptions(_allowed(functions, choice.allowed_tools), choice.allowed_tools.mode)
+    mode: Literal["auto", "none", "required"] = choice if isinstance(choice, str) else "auto"
     return ToolOptions(functions, mode)
+
+
+def _allowed(functions: Sequence[ToolFunction], allowed: AllowedTools) -> tuple[ToolFunction, ...]:
+    names = {tool.function.name for tool in allowed.tools}
+    if unknown := names - {function.name for function in functions}:
+        raise BadRequest(
+            f"tool_choice allows {', '.join(sorted(unknown))[:100]}, which is not in tools", param="tool_choice"
+        )
+    return tuple(function for function in functions if function.name in names)
 
 
 def template_message(message: ChatMessage) -> dict[str, Any]:
@@ -83,21 +111,24 @@ def template_message(message: ChatMessage) -> dict[str, Any]:
         BadRequest: the content is not text.
     """
     content = message.text()
-    role = "system" if message.role == "developer" else message.role
+    role = {"developer": "system", "function": "tool"}.get(message.role, message.role)
     converted: dict[str, Any] = {"role": role, "content": content if content is not None else ""}
-    if message.tool_calls:
+    calls = message.tool_calls or ([MessageToolCall(message.function_call)] if message.function_call else [])
+    if calls:
         converted["tool_calls"] = [
             {
                 "type": "function",
                 "id": call.id,
                 "function": {"name": call.function.name, "arguments": _template_arguments(call)},
             }
-            for call in message.tool_calls
+            for call in calls
         ]
     if message.name is not None:
         converted["name"] = message.name
     if message.tool_call_id is not None:
         converted["tool_call_id"] = message.tool_call_id
+    if message.reasoning_content is not None:
+        converted["reasoning_content"] = message.reasoning_content
     return converted
 
 
@@ -110,15 +141,21 @@ def _generation_options(
 ) -> GenerationOptions:
     return GenerationOptions(
         choices=request.n or 1,
-        max_tokens=max_tokens,
+        max_tokens=max_tokens if max_tokens != UNLIMITED else ROOM_LEFT,
         temperature=request.temperature,
         top_p=request.top_p,
         top_k=request.top_k,
+        min_p=request.min_p,
+        repetition_penalty=request.repetition_penalty,
         presence_penalty=request.presence_penalty,
         frequency_penalty=request.frequency_penalty,
         logit_bias=request.logit_bias,
         seed=request.seed,
         stops=request.stops,
+        end_tokens=request.stop_token_ids or (),
+        prompt_tokens=request.truncate_prompt_tokens,
+        form=request.form(),
+        separate_thoughts=True,
         top_logprobs=top_logprobs,
         early_exit=early_exit_options(request.early_exit, settings, served),
         is_exit_asked=request.early_exit is not None,

@@ -1,7 +1,7 @@
 """The requests of OpenAI's interface as types, which validate their fields and ranges.
 
 Unknown fields are ignored, as are OpenAI's fields that have no meaning here. Fields that would change the answer but
-are not supported are rejected by name, so that no client gets another answer than it asked for.
+are not supported are refused by name (`refused_fields`), so that no client gets another answer than it asked for.
 """
 
 from __future__ import annotations
@@ -10,23 +10,35 @@ import re
 from typing import Annotated, Any, Literal
 
 import msgspec
-from msgspec import UNSET, Meta, Struct, UnsetType
+from msgspec import Meta, Struct
 
 from swarm.gateway.openai.api_errors import BadRequest
+from swarm.gateway.openai.chat_messages import MAX_TOOLS, ChatMessage, ToolChoice, ToolDefinition
 from swarm.gateway.openai.early_exit_options import EarlyExitRequest
+from swarm.gateway.openai.refused_fields import refuse_chat_fields, refuse_completion_fields
+from swarm.gateway.openai.structured_outputs import FormFields
 
 MAX_CHOICES = 8
-"""Texts that one request may generate."""
+"""Answers to one prompt."""
+
+MAX_TEXTS = 256
+"""Texts that one request may generate. A few at a time are."""
 
 MAX_STOPS = 16
 MAX_MESSAGES = 4096
-MAX_TOOLS = 128
+MAX_STOP_TOKENS = 64
+MAX_TEMPLATE_VARIABLES = 32
 
-TokenCount = Annotated[int, Meta(ge=1, le=2**31)]
+UNLIMITED = -1
+"""As `max_tokens`: as many as the context has room for."""
+
+TokenCount = Annotated[int, Meta(ge=UNLIMITED, le=2**31)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
-StopSequence = Annotated[str, Meta(min_length=1, max_length=256)]
+StopSequence = Annotated[str, Meta(max_length=256)]
 StopSequences = Annotated[list[StopSequence], Meta(max_length=MAX_STOPS)]
+TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
+StopTokens = Annotated[list[TokenId], Meta(max_length=MAX_STOP_TOKENS)]
 LogitBias = dict[str, Annotated[float, Meta(ge=-100, le=100)]]
 
 
@@ -36,91 +48,13 @@ class StreamOptions(Struct):
     include_usage: bool = False
 
 
-class FunctionCall(Struct):
-    """The function of a tool call."""
-
-    name: str
-    arguments: str = "{}"
-
-
-class MessageToolCall(Struct):
-    """A tool call in the conversation so far."""
-
-    function: FunctionCall
-    id: str = ""
-    type: Literal["function"] = "function"
-
-
-class ContentPart(Struct):
-    """A part of a message's content."""
-
-    type: str
-    text: str = ""
-
-
-class ChatMessage(Struct):
-    """A message of the conversation so far."""
-
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[ContentPart] | None = None
-    name: str | None = None
-    tool_calls: list[MessageToolCall] | None = None
-    tool_call_id: str | None = None
-
-    def text(self) -> str | None:
-        """The message's text; None if it has no content.
-
-        Raises:
-            BadRequest: the content is not text.
-        """
-        if isinstance(self.content, list):
-            other = next((part.type for part in self.content if part.type not in ("text", "refusal")), None)
-            if other is not None:
-                raise BadRequest(
-                    f"this gateway serves text models; content of type {other!r} is not supported",
-                    param="messages",
-                    code="unsupported_content",
-                )
-            return "".join(part.text for part in self.content)
-        return self.content
-
-
-class FunctionDefinition(Struct):
-    """A function that the model may call."""
-
-    name: Annotated[str, Meta(pattern=r"\A[a-zA-Z0-9_.-]{1,64}\Z")]
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
-
-
-class ToolDefinition(Struct):
-    """A tool that the model may call. Functions are the only type."""
-
-    function: FunctionDefinition
-    type: Literal["function"] = "function"
-
-
-class FunctionName(Struct):
-    """The function in a tool choice."""
-
-    name: str
-
-
-class NamedToolChoice(Struct):
-    """The tool that the model has to call."""
-
-    function: FunctionName
-    type: Literal["function"] = "function"
-
-
-class GenerationRequest(Struct, kw_only=True):
+class GenerationRequest(FormFields, kw_only=True):
     """The fields that both generation endpoints take."""
 
     model: Annotated[str, Meta(min_length=1, max_length=256)]
     max_tokens: TokenCount | None = None
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
     stop: StopSequence | StopSequences | None = None
     seed: Seed | None = None
@@ -130,7 +64,11 @@ class GenerationRequest(Struct, kw_only=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     # Not OpenAI's, but common among servers of open models.
-    top_k: Annotated[int, Meta(ge=1, le=2**20)] | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=2**20)] | None = None
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0, le=10)] | None = None
+    stop_token_ids: StopTokens | None = None
+    truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=2**31)] | None = None
     # This gateway's own.
     early_exit: EarlyExitRequest | bool | None = None
 
@@ -145,12 +83,15 @@ class GenerationRequest(Struct, kw_only=True):
 
     @property
     def stops(self) -> list[str]:
-        """The stop sequences as a list."""
-        return [self.stop] if isinstance(self.stop, str) else list(self.stop or ())
+        """The stop sequences as a list, without empty ones, which stop nothing."""
+        return [stop for stop in ([self.stop] if isinstance(self.stop, str) else self.stop or ()) if stop]
 
     @property
     def include_usage(self) -> bool:
         return self.stream_options is not None and self.stream_options.include_usage
+
+
+TemplateVariable = Annotated[str, Meta(pattern=r"\A[a-zA-Z_][a-zA-Z0-9_]{0,63}\Z")]
 
 
 class ChatRequest(GenerationRequest, kw_only=True):
@@ -160,17 +101,24 @@ class ChatRequest(GenerationRequest, kw_only=True):
     max_completion_tokens: TokenCount | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
-    response_format: dict[str, Any] | None = None
     tools: Annotated[list[ToolDefinition], Meta(max_length=MAX_TOOLS)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
+    tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
     parallel_tool_calls: bool | None = None
-    # Rejected, because ignoring them would change the answer.
-    functions: msgspec.Raw | UnsetType = UNSET
-    function_call: msgspec.Raw | UnsetType = UNSET
-    audio: msgspec.Raw | UnsetType = UNSET
+    reasoning_effort: Annotated[str, Meta(max_length=32)] | None = None
+    # Not OpenAI's, but common among servers of open models.
+    chat_template_kwargs: dict[TemplateVariable, Any] | None = None
+    continue_final_message: bool | None = None
+    add_generation_prompt: bool | None = None
 
 
-TokenIds = Annotated[list[Annotated[int, Meta(ge=0)]], Meta(min_length=1)]
+class PromptRequest(ChatRequest, kw_only=True):
+    """A chat request of which only the prompt is asked for. It need not name its model."""
+
+    model: Annotated[str, Meta(max_length=256)] = ""
+    return_token_strs: bool | None = None
+
+
+TokenIds = Annotated[list[TokenId], Meta(min_length=1)]
 
 
 class CompletionRequest(GenerationRequest, kw_only=True):
@@ -180,7 +128,6 @@ class CompletionRequest(GenerationRequest, kw_only=True):
     logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     echo: bool | None = None
     best_of: Annotated[int, Meta(ge=1)] | None = None
-    suffix: str | None = None
 
     def prompts(self) -> list[str] | list[list[int]]:
         """All prompts, as texts or as token ids.
@@ -194,16 +141,35 @@ class CompletionRequest(GenerationRequest, kw_only=True):
         prompts = [self.prompt] if single else self.prompt
         for form in (list[str], list[TokenIds]):
             try:
-                converted: Any = msgspec.convert(prompts, Annotated[form, Meta(min_length=1, max_length=MAX_CHOICES)])
+                converted: Any = msgspec.convert(prompts, Annotated[form, Meta(min_length=1, max_length=MAX_TEXTS)])
             except msgspec.ValidationError:
                 continue
             return converted  # type: ignore[no-any-return]
         raise BadRequest(
-            f"prompt must be a text, a list of 1 to {MAX_CHOICES} texts, or lists of token ids", param="prompt"
+            f"prompt must be a text, a list of 1 to {MAX_TEXTS} texts, or lists of token ids", param="prompt"
         )
 
 
+def _decode_with_whole_numbers(decoder: msgspec.json.Decoder[Any], body: bytes) -> Any:
+    """The request; 16.0 counts as 16, which languages without whole numbers write."""
+    try:
+        return decoder.decode(body)
+    except msgspec.ValidationError as error:
+        if "`float`" not in str(error):
+            raise
+    fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+    return decoder.decode(msgspec.json.encode({name: _whole_number(raw) for name, raw in fields.items()}))
+
+
+def _whole_number(raw: msgspec.Raw) -> msgspec.Raw:
+    """The value, without a fraction if that is zero."""
+    matched = _WHOLE_NUMBER.fullmatch(raw)
+    return msgspec.Raw(matched[1]) if matched else raw
+
+
+_WHOLE_NUMBER = re.compile(rb"(-?[0-9]{1,15})\.0{1,15}")
 _CHAT_DECODER = msgspec.json.Decoder(ChatRequest)
+_PROMPT_DECODER = msgspec.json.Decoder(PromptRequest)
 _COMPLETION_DECODER = msgspec.json.Decoder(CompletionRequest)
 _ERROR_PATH = re.compile(r" - at (?:`key` in )?`\$\.?([^`]*)`$")
 _MISSING_FIELD = re.compile(r"field `([^`]+)`")
@@ -216,15 +182,38 @@ def parse_chat_request(body: bytes) -> ChatRequest:
         BadRequest: the body is not a valid chat request.
     """
     request: ChatRequest = _decode(_CHAT_DECODER, body)
-    for name in ("functions", "function_call", "audio"):
-        if getattr(request, name) not in (UNSET, msgspec.Raw(b"null")):
-            advice = "; use tools and tool_choice" if name != "audio" else ""
-            raise BadRequest(f"{name} is not supported{advice}", param=name, code="unsupported_parameter")
-    if request.top_logprobs is not None and not request.logprobs:
+    _check_chat_request(request, body)
+    return request
+
+
+def parse_prompt_request(body: bytes) -> PromptRequest:
+    """Parse a chat request of which only the prompt is asked for. Raises the same as `parse_chat_request`."""
+    request: PromptRequest = _decode(_PROMPT_DECODER, body)
+    _check_chat_request(request, body)
+    return request
+
+
+def _check_chat_request(request: ChatRequest, body: bytes) -> None:
+    refuse_chat_fields(body)
+    _require_some(request, "max_tokens", "max_completion_tokens", "truncate_prompt_tokens")
+    if len(request.chat_template_kwargs or {}) > MAX_TEMPLATE_VARIABLES:
+        raise BadRequest(
+            f"chat_template_kwargs may have {MAX_TEMPLATE_VARIABLES} names at most", param="chat_template_kwargs"
+        )
+    if request.continue_final_message and request.add_generation_prompt:
+        raise BadRequest(
+            "continue_final_message and add_generation_prompt exclude each other; leave one of them out",
+            param="continue_final_message",
+        )
+    if request.continue_final_message and request.messages[-1].role != "assistant":
+        raise BadRequest(
+            "continue_final_message continues a message of the assistant, and the last one is of another role",
+            param="continue_final_message",
+        )
+    if request.top_logprobs and not request.logprobs:
         raise BadRequest("top_logprobs needs logprobs=true", param="top_logprobs")
     if request.tool_choice not in (None, "none", "auto") and not request.tools:
         raise BadRequest("tool_choice needs tools", param="tool_choice")
-    return request
 
 
 def parse_completion_request(body: bytes) -> CompletionRequest:
@@ -234,18 +223,32 @@ def parse_completion_request(body: bytes) -> CompletionRequest:
         BadRequest: the body is not a valid completion request.
     """
     request: CompletionRequest = _decode(_COMPLETION_DECODER, body)
-    if request.suffix:
-        raise BadRequest("suffix is not supported", param="suffix", code="unsupported_parameter")
+    refuse_completion_fields(body)
+    _require_some(request, "truncate_prompt_tokens")
     if request.best_of is not None and request.best_of != (request.n or 1):
         raise BadRequest("best_of is not supported; use n", param="best_of", code="unsupported_parameter")
-    if request.echo and request.logprobs is not None:
-        raise BadRequest("echo and logprobs together are not supported", param="echo", code="unsupported_parameter")
     return request
+
+
+def decode_request(kind: type[Struct], body: bytes) -> Any:
+    """The body as a request of this kind.
+
+    Raises:
+        BadRequest: it is not one.
+    """
+    return _decode(msgspec.json.Decoder(kind), body)
+
+
+def _require_some(request: GenerationRequest, *names: str) -> None:
+    """Refuse a count of tokens that is 0."""
+    for name in names:
+        if getattr(request, name) == 0:
+            raise BadRequest(f"{name} may not be 0; use 1 or more, or -1 for as many as fit", param=name)
 
 
 def _decode(decoder: msgspec.json.Decoder[Any], body: bytes) -> Any:
     try:
-        return decoder.decode(body)
+        return _decode_with_whole_numbers(decoder, body)
     except msgspec.ValidationError as error:
         message = str(error)
         path = _ERROR_PATH.search(message)

@@ -10,8 +10,9 @@ from typing import Any
 
 from swarm.gateway.openai.response_writers import AccumulatedAnswer, ResponseWriter, usage_object
 from swarm.generation.route_details import route_detail
-from swarm.generation.sequence_generation import SequenceDelta, SequenceEnd, SequenceProvisional
+from swarm.generation.sequence_generation import SequenceEnd, SequenceProvisional
 from swarm.generation.sequence_group import SequenceGroup
+from swarm.generation.sequence_output import SequenceDelta
 
 
 @dataclass(frozen=True)

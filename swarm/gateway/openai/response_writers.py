@@ -11,7 +11,7 @@ from typing import Any
 from swarm.generation.detokenizer import token_text
 from swarm.generation.formats.tool_calls import ToolCall
 from swarm.generation.sampling import SampledToken
-from swarm.generation.sequence_generation import SequenceDelta
+from swarm.generation.sequence_output import SequenceDelta
 from swarm.generation.served_model import ServedModel
 
 MIN_LOGPROB = -9999.0
@@ -29,14 +29,18 @@ class AccumulatedAnswer:
     """
 
     texts: list[str] = field(default_factory=list)
+    thoughts: list[str] = field(default_factory=list)
     calls: list[ToolCall] = field(default_factory=list)
     tokens: list[SampledToken] = field(default_factory=list)
+    prompt: list[SampledToken] = field(default_factory=list)
     reason: str | None = None
 
     def add_delta(self, delta: SequenceDelta) -> None:
         self.texts.append(delta.text)
+        self.thoughts.append(delta.thought)
         self.calls.extend(delta.calls)
         self.tokens.extend(delta.tokens)
+        self.prompt.extend(delta.prompt)
 
     @property
     def text(self) -> str:
@@ -135,6 +139,8 @@ class ChatResponseWriter(ResponseWriter):
 
     def delta_chunk(self, index: int, delta: SequenceDelta, before: AccumulatedAnswer) -> dict[str, Any]:
         content: dict[str, Any] = {"content": delta.text} if delta.text else {}
+        if delta.thought:
+            content["reasoning_content"] = delta.thought
         if delta.calls:
             count = len(before.calls)
             content["tool_calls"] = [{"index": count + i, **_tool_call(call)} for i, call in enumerate(delta.calls)]
@@ -145,6 +151,8 @@ class ChatResponseWriter(ResponseWriter):
 
     def _choice(self, index: int, answer: AccumulatedAnswer) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": answer.text, "refusal": None}
+        if thought := "".join(answer.thoughts):
+            message["reasoning_content"] = thought
         if answer.calls:
             message["content"] = answer.text.strip() or None
             message["tool_calls"] = [_tool_call(call) for call in answer.calls]
@@ -179,33 +187,58 @@ class CompletionResponseWriter(ResponseWriter):
         return self._chunk(index, {"text": self._prompts[index], "logprobs": None}) if self._prompts else None
 
     def delta_chunk(self, index: int, delta: SequenceDelta, before: AccumulatedAnswer) -> dict[str, Any]:
-        return self._chunk(index, {"text": delta.text, "logprobs": self._logprobs(delta.tokens, len(before.text))})
+        offset = len(self._front(index)) + len(before.text)
+        return self._chunk(index, {"text": delta.text, "logprobs": self._logprobs(delta.prompt, delta.tokens, offset)})
 
     def last_chunk(self, index: int, reason: str) -> dict[str, Any]:
         return self._chunk(index, {"text": "", "logprobs": None}, reason)
 
     def _choice(self, index: int, answer: AccumulatedAnswer) -> dict[str, Any]:
-        front = self._prompts[index] if self._prompts else ""
-        return {"text": front + answer.text, "logprobs": self._logprobs(answer.tokens, 0)}
+        front = self._front(index)
+        return {"text": front + answer.text, "logprobs": self._logprobs(answer.prompt, answer.tokens, len(front))}
 
-    def _logprobs(self, tokens: Sequence[SampledToken], offset: int) -> dict[str, Any] | None:
-        reported = [sampled for sampled in tokens if sampled.logprob is not None]
+    def _front(self, index: int) -> str:
+        """What is repeated in front of an answer."""
+        return self._prompts[index] if self._prompts else ""
+
+    def _logprobs(
+        self, prompt: Sequence[SampledToken], tokens: Sequence[SampledToken], offset: int
+    ) -> dict[str, Any] | None:
+        """OpenAI's `logprobs`.
+
+        Args:
+            prompt: the prompt's tokens, if they are reported.
+            tokens: those behind `offset` characters of the text.
+        """
+        reported = [*prompt, *(sampled for sampled in tokens if sampled.logprob is not None)]
         if not reported:
             return None
-        texts = [token_text(self._tokenizer, sampled.token)[0] for sampled in reported]
-        offsets = []
-        for text in texts:
-            offsets.append(offset)
-            offset += len(text)
         return {
-            "tokens": texts,
-            "token_logprobs": [_finite(sampled.logprob or 0.0) for sampled in reported],
-            "top_logprobs": [
-                {token_text(self._tokenizer, token)[0]: _finite(logprob) for token, logprob in sampled.top_logprobs}
-                for sampled in reported
-            ],
-            "text_offset": offsets,
+            "tokens": [self._text(sampled.token) for sampled in reported],
+            "token_logprobs": [_finite(one.logprob) if one.logprob is not None else None for one in reported],
+            "top_logprobs": [self._top(sampled) for sampled in reported],
+            "text_offset": [*self._offsets(prompt, 0), *self._offsets(reported[len(prompt) :], offset)],
         }
+
+    def _offsets(self, tokens: Sequence[SampledToken], offset: int) -> list[int]:
+        """Where the tokens' texts begin. Special tokens have none: the text is without them."""
+        offsets = []
+        for sampled in tokens:
+            offsets.append(offset)
+            offset += 0 if sampled.token in self._tokenizer.all_special_ids else len(self._text(sampled.token))
+        return offsets
+
+    def _top(self, sampled: SampledToken) -> dict[str, float] | None:
+        """The likeliest tokens and the one that was chosen; of tokens with the same text, the likeliest."""
+        if sampled.logprob is None:
+            return None
+        top: dict[str, float] = {}
+        for token, logprob in (*sampled.top_logprobs, (sampled.token, sampled.logprob)):
+            top.setdefault(self._text(token), _finite(logprob))
+        return top
+
+    def _text(self, token: int) -> str:
+        return token_text(self._tokenizer, token)[0]
 
 
 def _tool_call(call: ToolCall) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import json
 import re
 import threading
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Annotated, Any, Literal
 
@@ -37,8 +38,8 @@ START_RULE = "start: "
 UNSATISFIABLE = ("NoExtension", "NoExtensionBias")
 """llguidance's reasons for stopping before the first token: no text has this form."""
 
-WHITE_SPACE = r"[\x20\x0A\x0D\x09]{0,64}"
-"""White space between the parts of JSON. Without a limit, a small model may write nothing else."""
+WHITE_SPACE = r"(\x20|\x0A(\x20{0,16}|\x09{0,8}))?"
+"""White space between the parts of JSON: one space, or a line break and its indent. Small models would go on and on."""
 
 
 class JsonSchemaFormat(msgspec.Struct):
@@ -50,10 +51,25 @@ class JsonSchemaFormat(msgspec.Struct):
 
 
 class ResponseFormat(msgspec.Struct):
-    """OpenAI's `response_format`."""
+    """OpenAI's `response_format`, with two forms more: a regular expression, and one of several texts."""
 
-    type: Literal["text", "json_object", "json_schema"]
+    type: Literal["text", "json_object", "json_schema", "regex", "choice"]
     json_schema: JsonSchemaFormat | None = None
+    regex: Annotated[str, msgspec.Meta(min_length=1)] | None = None
+    choice: Annotated[list[Annotated[str, msgspec.Meta(min_length=1)]], msgspec.Meta(min_length=1)] | None = None
+
+
+@dataclass(frozen=True)
+class AnswerForm:
+    """The form that a request asks for.
+
+    Attributes:
+        value: as `ResponseFormat`.
+        parameter: the request's parameter that asks for it, for error messages.
+    """
+
+    value: Mapping[str, Any]
+    parameter: str = "response_format"
 
 
 class GrammarConstraint:
@@ -138,12 +154,12 @@ class GrammarCompiler:
         self._compiled = lru_cache(MAX_CACHED_GRAMMARS)(self._compile)
 
     def constraint(
-        self, response_format: Mapping[str, Any] | None, tools: ToolOptions, syntax: ToolSyntax | None
+        self, form: AnswerForm | None, tools: ToolOptions, syntax: ToolSyntax | None
     ) -> GrammarConstraint | None:
         """The constraint on an answer; None if it may be any text.
 
         Args:
-            response_format: as in OpenAI's API.
+            form: what the request asks for; None for any text.
             tools: functions that the model may call, or has to.
             syntax: how the model writes calls; None if it does not support tools.
 
@@ -156,13 +172,13 @@ class GrammarCompiler:
                 raise InvalidGenerationRequest("this model cannot be forced to call a tool", parameter="tool_choice")
             calls = [self._call_grammar(function, syntax) for function in functions]
             return self._constraint_of(calls, "tool_choice")
-        answer = _answer_grammar(response_format)
-        if answer is None:
+        answer = _answer_grammar(form) if form is not None else None
+        if form is None or answer is None:
             return None
         alternatives = [answer]
         if syntax is not None and tools.choice != "none":
             alternatives += [self._call_grammar(function, syntax) for function in tools.functions]
-        return self._constraint_of(alternatives, "response_format")
+        return self._constraint_of(alternatives, form.parameter)
 
     def _constraint_of(self, alternatives: Sequence[str], parameter: str) -> GrammarConstraint:
         if sum(len(grammar) for grammar in alternatives) > MAX_SCHEMA_CHARACTERS:
@@ -235,24 +251,51 @@ def _callable_functions(tools: ToolOptions) -> Sequence[ToolFunction]:
     return named
 
 
-def _answer_grammar(response_format: Mapping[str, Any] | None) -> str | None:
+def _answer_grammar(asked: AnswerForm) -> str | None:
     """The grammar of an answer that does not call a tool; None if it may be any text."""
-    if response_format is None:
-        return None
     try:
-        form = msgspec.convert(response_format, ResponseFormat)
+        form = msgspec.convert(asked.value, ResponseFormat)
     except msgspec.ValidationError as error:
-        message = f"response_format: {error}".replace("`$.", "`")
-        raise InvalidGenerationRequest(message, parameter="response_format") from None
+        message = f"{asked.parameter}: {error}".replace("`$.", "`")
+        raise InvalidGenerationRequest(message, parameter=asked.parameter) from None
+    if form.type == "regex" and form.regex is not None:
+        return regex_grammar(form.regex, asked.parameter)
+    if form.type == "choice" and form.choice is not None:
+        return " | ".join(json.dumps(text, ensure_ascii=False) for text in form.choice)
     if form.type == "text":
         return None
     if form.type == "json_object":
         return ANY_OBJECT
+    if form.type in ("regex", "choice"):
+        raise InvalidGenerationRequest(
+            f"{asked.parameter} of type {form.type} needs {form.type}", parameter=asked.parameter
+        )
     if form.json_schema is None or form.json_schema.schema is None:
         raise InvalidGenerationRequest(
-            "response_format json_schema needs json_schema.schema", parameter="response_format"
+            f"{asked.parameter} json_schema needs json_schema.schema", parameter=asked.parameter
         )
     return _json_grammar(form.json_schema.schema, strict=bool(form.json_schema.strict))
+
+
+def regex_grammar(pattern: str, parameter: str) -> str:
+    """The grammar of texts that a regular expression matches from beginning to end.
+
+    Raises:
+        InvalidGenerationRequest: it is not one.
+    """
+    parts = _REGEX_PARTS.findall(pattern)
+    if "".join(parts) != pattern:
+        raise InvalidGenerationRequest(
+            f"{parameter} ends with a backslash that escapes nothing", parameter=parameter, code="invalid_schema"
+        )
+    return "/" + "".join(_REGEX_ESCAPES.get(part, part) for part in parts) + "/"
+
+
+_REGEX_PARTS = re.compile(r"\\.|[^\\]", re.DOTALL)
+"""A character of a regular expression, or one that is escaped."""
+
+_REGEX_ESCAPES = {"/": r"\/", "\n": r"\n", "\r": r"\r"} | {"\\\n": r"\n", "\\\r": r"\r"}
+"""What would end the expression in a grammar's text."""
 
 
 def _json_grammar(schema: Mapping[str, Any], strict: bool) -> str:

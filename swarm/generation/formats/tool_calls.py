@@ -4,6 +4,7 @@ Laws of the parser:
 - How the text is divided into pieces changes nothing: content and calls come out the same.
 - No part of a marker is returned as content while it may still become a call. What turns out not to be a call is
   returned as content, as it was written; so is a call of a function that was not offered.
+- Where the answer has to be a call, one that is cut off is returned as a call, with its arguments as far as they go.
 - What is held back is at most `MAX_CALL_CHARACTERS`, and every character is read a bounded number of times.
 """
 
@@ -37,7 +38,7 @@ class ToolCall:
 
     Attributes:
         name: of the function.
-        arguments: JSON text of an object.
+        arguments: JSON text of an object; the beginning of one if the answer was cut off.
     """
 
     name: str
@@ -128,9 +129,15 @@ class ToolCallParser:
     Args:
         syntax: how the model writes calls.
         names: of the functions that the model may call.
+        must_call: whether the answer is a call in any case.
+
+    Attributes:
+        is_cut: the last call is not complete.
     """
 
-    def __init__(self, syntax: ToolSyntax, names: frozenset[str]) -> None:
+    def __init__(self, syntax: ToolSyntax, names: frozenset[str], must_call: bool = False) -> None:
+        self.is_cut = False
+        self._must_call = must_call
         self._syntax = syntax
         self._names = names
         self._state = _ParserState.START
@@ -155,11 +162,30 @@ class ToolCallParser:
         return self._take_output()
 
     def finish(self) -> tuple[str, list[ToolCall]]:
-        """The answer is complete: what was held back. An incomplete call is content."""
-        if self._state is not _ParserState.AFTER_CALL or self._held.strip():
+        """The answer is complete: what was held back. An incomplete call is content, unless there has to be one."""
+        if self._must_call and self._state in (_ParserState.START, _ParserState.CALL):
+            self.is_cut = True
+            self._calls += self._cut_call()
+        elif self._state is not _ParserState.AFTER_CALL or (self._held.strip() and not self._must_call):
             self._content.append(self._space + self._held)
         self._held = self._space = ""
         return self._take_output()
+
+    def _cut_call(self) -> list[ToolCall]:
+        """The call that the held text begins; none if it does not say yet which function is called."""
+        if not self._held.strip():
+            return []
+        only = next(iter(self._names)) if len(self._names) == 1 else None
+        if self._object is None:
+            return [ToolCall(only, "")] if only is not None else []
+        begun = self._held[self._start :]
+        if (matched := self._syntax.head.fullmatch(self._head)) and matched.groupdict().get("name"):
+            return [ToolCall(matched["name"], begun)]
+        named = re.match(r'\{\s*"name"\s*:\s*"([^"]*)"', begun)
+        name = named[1] if named is not None else only
+        field = re.search(rf'"{self._syntax.arguments}"\s*:\s*', begun[named.end() :] if named is not None else "")
+        arguments = begun[named.end() + field.end() :] if named is not None and field is not None else ""
+        return [ToolCall(name, arguments)] if name is not None else []
 
     def _take_output(self) -> tuple[str, list[ToolCall]]:
         output = "".join(self._content), self._calls

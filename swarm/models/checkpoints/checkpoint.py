@@ -21,9 +21,10 @@ from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, GenerationConfig, PreTrainedConfig
 
 from swarm.common.files.checked_json import fields, mapping, parse_json, text
-from swarm.errors import CheckpointError, InvalidSpan, ModelNotFound, UnsupportedModel
+from swarm.errors import CheckpointError, HubUnreachable, InvalidSpan, ModelNotFound, UnsupportedModel
 from swarm.models.checkpoints import config_limits
 from swarm.models.checkpoints.block_digest import block_digest
+from swarm.models.checkpoints.part_folder import PARTS_FILE, PartFolder, read_part_folder
 from swarm.models.cutting import families
 from swarm.models.cutting.model_inspection import ModelStructure, inspect_model
 
@@ -50,6 +51,7 @@ class Checkpoint:
         config: transformers config; copy it before changing it.
         fetch: downloads one of the checkpoint's files if necessary, and returns its local path.
         cached: the local path of one of its files if it is on this machine, else None.
+        parts: what says where tensors are, if these are parts of a model; None if the checkpoint's index does.
     """
 
     name: str
@@ -58,6 +60,7 @@ class Checkpoint:
     config: PreTrainedConfig
     fetch: Callable[[str], Path] = field(repr=False)
     cached: Callable[[str], Path | None] = field(repr=False)
+    parts: PartFolder | None = field(default=None, repr=False)
 
     @cached_property
     def weight_map(self) -> dict[str, str]:
@@ -72,6 +75,8 @@ class Checkpoint:
         return files
 
     def _files_of_tensors(self) -> dict[str, str]:
+        if self.parts is not None:
+            return self.parts.weight_map
         try:
             return _parse_weight_map(_read_small(self.fetch(INDEX_FILE), MAX_INDEX_BYTES))
         except EntryNotFoundError:
@@ -152,14 +157,14 @@ class Checkpoint:
         return re.compile(rf"^{wrappers}{re.escape(self.structure.layers_path)}\.(\d{{1,9}})\.(.+)$")
 
     def block_digests(self, start: int, end: int) -> list[str] | None:
-        """Digests of blocks [start, end), or None if some of their files are not on this machine."""
+        """Digests of blocks [start, end), or None if some of their tensors are not on this machine."""
         blocks: dict[int, dict[str, str]] = {block: {} for block in range(start, end)}
         for name in self.weight_map:
             place = self.locate(name)
             if place is not None and place[0] in blocks:
                 blocks[place[0]][name] = place[1]
         files = {self.weight_map[name] for names in blocks.values() for name in names}
-        if any(self.cached(file) is None for file in files):
+        if not all(blocks.values()) or any(self.cached(file) is None for file in files):
             return None
         # Each block opens its files again: pages that were read stay in memory until the files are closed.
         return [block_digest({names[name]: one for name, one in self._read(names)}) for names in blocks.values()]
@@ -209,7 +214,7 @@ def open_checkpoint(
     if folder.is_dir():
         if revision is not None:
             raise ModelNotFound(f"{source} is a local folder, which has no revision {revision!r}; leave --revision out")
-        return _open_folder(folder, name or ("swarm-demo" if model is None else folder.resolve().name))
+        return _open_folder(folder, name or ("swarm-demo" if model is None else None))
     return _open_repository(source, revision, cache_dir, name or source)
 
 
@@ -226,7 +231,7 @@ def _parse_weight_map(index: bytes) -> dict[str, str]:
     return mapping(files)
 
 
-def _open_folder(folder: Path, name: str) -> Checkpoint:
+def _open_folder(folder: Path, name: str | None) -> Checkpoint:
     def fetch(file: str) -> Path:
         path = folder / file
         if not path.is_file():
@@ -237,7 +242,13 @@ def _open_folder(folder: Path, name: str) -> Checkpoint:
         return folder / file if (folder / file).is_file() else None
 
     config = _read_config(fetch, str(folder))
-    return Checkpoint(name, str(folder), _folder_revision(folder), config, fetch, cached)
+    try:
+        parts = read_part_folder(folder)
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelNotFound(f"{PARTS_FILE} of {folder} cannot be used: {_first_line(error)}") from error
+    if parts is not None:
+        return Checkpoint(name or parts.model, str(folder), parts.revision, config, fetch, cached, parts)
+    return Checkpoint(name or folder.resolve().name, str(folder), _folder_revision(folder), config, fetch, cached)
 
 
 def _folder_revision(folder: Path) -> str:
@@ -312,8 +323,8 @@ def _read_small(path: Path, max_bytes: int) -> bytes:
     return data
 
 
-def _unreachable(repository: str, error: Exception) -> ModelNotFound:
-    return ModelNotFound(
+def _unreachable(repository: str, error: Exception) -> HubUnreachable:
+    return HubUnreachable(
         f"{repository} is not a local folder, and the model hub cannot be reached: {_first_line(error)}"
     )
 

@@ -1,23 +1,24 @@
 """Files with the digests of a model's blocks, in JSON: beside a checkpoint, given by a user, or kept from before.
 
-    {"format": 1, "model": "org/model", "revision": "5c38…", "digests": ["0123456789ab", …]}
+    {"format": 2, "model": "org/model", "revision": "5c38…", "digests": ["0123456789ab", …], "parts": {"0": "9f86…", …}}
 
-A digest of a block whose weights are not known is null.
+A digest of a block whose weights are not known is null. `parts` has the digests by which weights are taken from other
+peers (`swarm.shared_weights`); it may be missing, and is in files of format 1.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from swarm.common.files.atomic_file import replace_file
-from swarm.common.files.checked_json import fields, integer, items, parse_json, text, to_json
+from swarm.common.files.checked_json import fields, integer, items, mapping, parse_json, text, to_json
 from swarm.errors import DigestFileError
 from swarm.models.checkpoints.block_digest import DIGEST_HEX_DIGITS
 from swarm.models.checkpoints.config_limits import MAX_BLOCKS
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 MAX_FILE_BYTES = 1 << 20
 MAX_NAME_CHARACTERS = 4096
 
@@ -30,11 +31,13 @@ class DigestFile:
         model: its name.
         revision: see `Checkpoint`.
         digests: one for each block of the model, None where it is not known.
+        parts: the digests of whole parts, by the part's name; empty if the file has none.
     """
 
     model: str
     revision: str
     digests: tuple[str | None, ...]
+    parts: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def by_block(self) -> dict[int, str]:
@@ -67,16 +70,22 @@ def read_digest_file(path: Path) -> DigestFile:
 
 
 def _parse(value: object) -> DigestFile:
-    version, model, revision, digests = fields(value, ("format", "model", "revision", "digests"))
-    integer(version, FORMAT_VERSION, FORMAT_VERSION)
+    version, model, revision, digests, parts = fields(value, ("format", "model", "revision", "digests"), ("parts",))
+    integer(version, 1, FORMAT_VERSION)
     pattern = f"[0-9a-f]{{{DIGEST_HEX_DIGITS}}}"
     found = [None if one is None else text(one, DIGEST_HEX_DIGITS, pattern) for one in items(digests, MAX_BLOCKS)]
-    return DigestFile(text(model, MAX_NAME_CHARACTERS), text(revision, MAX_NAME_CHARACTERS), tuple(found))
+    parts = {} if parts is None else parts
+    named = {text(name, 16, "[a-z0-9]+"): text(one, 64, "[0-9a-f]{64}") for name, one in mapping(parts).items()}
+    return DigestFile(text(model, MAX_NAME_CHARACTERS), text(revision, MAX_NAME_CHARACTERS), tuple(found), named)
 
 
-def encode_digest_file(model: str, revision: str, digests: Sequence[str | None]) -> bytes:
+def encode_digest_file(
+    model: str, revision: str, digests: Sequence[str | None], parts: Mapping[str, str] | None = None
+) -> bytes:
     """The content of a file of digests."""
     value = {"format": FORMAT_VERSION, "model": model, "revision": revision, "digests": list(digests)}
+    if parts:
+        value["parts"] = dict(parts)
     return to_json(value, indent=1) + b"\n"
 
 

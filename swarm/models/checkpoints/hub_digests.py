@@ -6,26 +6,22 @@ ranges of the file can be asked for over HTTP. Files of one commit never change,
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
-import torch
 from huggingface_hub import get_session, hf_hub_url
 from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
 
-from swarm.common.files.checked_json import fields, integer, items, mapping, parse_json
 from swarm.errors import CheckpointError
-from swarm.models.checkpoints.block_digest import TensorForm, digest_of, sampled_ranges
+from swarm.models.checkpoints.block_digest import digest_of, sampled_ranges
+from swarm.models.checkpoints.safetensors_header import StoredTensor, header_length, parse_header
 
 READERS = 16
 """Requests at the same time."""
 
-MAX_HEADER_BYTES = 32 << 20
 HEADER_GUESS_BYTES = 1 << 16
 """Of a file, asked for first: most headers fit."""
 
@@ -37,39 +33,12 @@ REQUEST_TIMEOUT_S = 20.0
 ATTEMPTS = 3
 RETRY_DELAY_S = 1.0
 
-_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U64": torch.uint64,
-    "U32": torch.uint32,
-    "U16": torch.uint16,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-}
-"""The dtypes that safetensors and torch both have, by safetensors' names."""
-
 
 class RangedFiles(Protocol):
     """Files of which parts can be read. May be called in several threads."""
 
     def read(self, file: str, offset: int, length: int) -> bytes:
         """Up to `length` bytes from `offset` on; fewer only at the file's end. Raises `CheckpointError`."""
-
-
-@dataclass(frozen=True)
-class StoredTensor:
-    """A tensor's form, and where it begins in its file."""
-
-    form: TensorForm
-    offset: int
 
 
 class HubFiles:
@@ -127,35 +96,6 @@ def _fetch_range(url: str, headers: Mapping[str, str], length: int) -> tuple[byt
             if size > length:
                 raise CheckpointError("the model hub sends more than was asked for")
         return b"".join(parts), str(response.url)
-
-
-def parse_header(data: bytes) -> Mapping[str, StoredTensor]:
-    """The tensors of a safetensors file, from its header with the 8 bytes before it.
-
-    Raises `ValueError` if it is malformed, also where a tensor's size does not follow from its shape.
-    """
-    length = header_length(data)
-    described = mapping(parse_json(data[8:length]))
-    described.pop("__metadata__", None)
-    return {name: _stored_tensor(one, length) for name, one in described.items()}
-
-
-def header_length(start: bytes) -> int:
-    """Bytes up to the first tensor, from a file's first 8 bytes. Raises `ValueError`."""
-    if len(start) < 8:
-        raise ValueError("the file is too short")
-    return 8 + integer(int.from_bytes(start[:8], "little"), 2, MAX_HEADER_BYTES)
-
-
-def _stored_tensor(described: object, header: int) -> StoredTensor:
-    name, shape, offsets = fields(described, ("dtype", "shape", "data_offsets"))
-    if not isinstance(name, str) or name not in _DTYPES:
-        raise ValueError("a tensor has an unknown dtype")
-    dims = tuple(integer(one, 0, 1 << 48) for one in items(shape, 16))
-    begin, end = (integer(one, 0, 1 << 56) for one in items(offsets, length=2))
-    if end - begin != math.prod(dims) * _DTYPES[name].itemsize:
-        raise ValueError("a tensor's size does not follow from its shape")
-    return StoredTensor(TensorForm(dims, str(_DTYPES[name]), end - begin), header + begin)
 
 
 def hub_block_digests(

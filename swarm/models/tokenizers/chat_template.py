@@ -7,15 +7,36 @@ continues them.
 
 from __future__ import annotations
 
+import inspect
+import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from swarm.errors import ChatTemplateError
 
 ChatMessage = Mapping[str, Any]
 
+THINKING_VARIABLES = ("enable_thinking", "thinking")
+"""By which families of models a request says whether to think before answering."""
+
 MAX_PROMPT_CHARACTERS = 1 << 24
 """Of a conversation after the template has written it. No model has a context of so many tokens."""
+
+
+@dataclass(frozen=True)
+class TemplateOptions:
+    """What a request asks of the chat template, besides writing the conversation.
+
+    Attributes:
+        variables: further variables that the template may read, such as `enable_thinking`.
+        continue_final: whether the prompt ends with the last message, so that the answer continues its text.
+        opens_answer: whether the prompt ends with the beginning of an answer; not if it continues a message.
+    """
+
+    variables: Mapping[str, Any] = field(default_factory=dict)
+    continue_final: bool = False
+    opens_answer: bool = True
 
 
 def template_text(tokenizer: Any) -> str | None:
@@ -26,24 +47,65 @@ def template_text(tokenizer: Any) -> str | None:
     return template if isinstance(template, str) and template else None
 
 
+def unusable_variable(tokenizer: Any, variables: Mapping[str, Any]) -> str | None:
+    """Why the chat template cannot be given these variables; None if it can.
+
+    A variable that the template does not read would be ignored. `enable_thinking: false` may be: a model whose template
+    does not know it does not think.
+    """
+    for name, value in variables.items():
+        if name in _reserved_variables(tokenizer):
+            return f"{name[:64]!r} is not for requests to set"
+        if not reads_variable(tokenizer, name) and not (name in THINKING_VARIABLES and value is False):
+            return f"the model's chat template does not know {name[:64]!r}; leave it out"
+    return None
+
+
+def _reserved_variables(tokenizer: Any) -> frozenset[str]:
+    """The names that transformers does not hand to the template as variables of their own."""
+    return frozenset(inspect.signature(type(tokenizer).apply_chat_template).parameters) | {"messages"}
+
+
+def reads_variable(tokenizer: Any, name: str) -> bool:
+    """Whether the chat template has this name in it."""
+    templates = getattr(tokenizer, "chat_template", None) or ""
+    texts = templates.values() if isinstance(templates, Mapping) else (templates,)
+    return any(re.search(rf"\b{re.escape(name)}\b", text) for text in texts if isinstance(text, str))
+
+
 def conversation_tokens(
-    tokenizer: Any, messages: Sequence[ChatMessage], tools: Sequence[Any] | None = None
+    tokenizer: Any,
+    messages: Sequence[ChatMessage],
+    tools: Sequence[Any] | None = None,
+    options: TemplateOptions | None = None,
 ) -> list[int]:
     """Token ids of a conversation, up to where the answer begins.
 
     Args:
         messages: with `role` and `content`; `tool_calls` with their arguments as objects.
         tools: descriptions of functions, as JSON schema.
+        options: the usual ones if None. Without a template, the answer continues the last message in any case.
 
     Raises:
-        ChatTemplateError: the template rejects the conversation, for example because of the order of its roles.
+        ChatTemplateError: the template rejects the conversation, for example because of the order of its roles, or
+            cannot be given the variables.
     """
+    options = options or TemplateOptions()
+    if problem := unusable_variable(tokenizer, options.variables):
+        raise ChatTemplateError(problem)
     if template_text(tokenizer) is None:
         text = "\n\n".join(str(message["content"]) for message in messages if message.get("content"))
         return text_tokens(tokenizer, text)
     try:
         # Not tokenized here: the text that a template returns already contains the special tokens.
-        text = tokenizer.apply_chat_template(list(messages), tools=tools, tokenize=False, add_generation_prompt=True)
+        text = tokenizer.apply_chat_template(
+            list(messages),
+            tools=tools,
+            tokenize=False,
+            add_generation_prompt=options.opens_answer and not options.continue_final,
+            continue_final_message=options.continue_final,
+            **options.variables,
+        )
     except Exception as error:  # a template is a stranger's program, which may raise anything
         why = str(error) or type(error).__name__
         raise ChatTemplateError(f"the model's chat template does not accept this conversation: {why}") from error
@@ -53,7 +115,11 @@ def conversation_tokens(
     return tokens
 
 
-def text_tokens(tokenizer: Any, text: str) -> list[int]:
-    """Token ids of a plain text that the model is asked to continue."""
-    tokens: list[int] = tokenizer(text)["input_ids"]
+def text_tokens(tokenizer: Any, text: str, add_special: bool = True) -> list[int]:
+    """Token ids of a plain text that the model is asked to continue.
+
+    Args:
+        add_special: whether to begin as the model's texts begin, such as with a token for that.
+    """
+    tokens: list[int] = tokenizer(text, add_special_tokens=add_special)["input_ids"]
     return tokens

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 
 from swarm.common.processes.python_process import module_command
 from swarm.errors import ChatTemplateError, CheckpointError
-from swarm.models.tokenizers.chat_template import ChatMessage, conversation_tokens, text_tokens
+from swarm.models.tokenizers.chat_template import ChatMessage, TemplateOptions, conversation_tokens, text_tokens
 from swarm.models.tokenizers.prompt_worker import PROMPT_CPU_S, PROMPT_MEMORY_BYTES, RECEIVE_BYTES, TAKEN
 
 logger = logging.getLogger(__name__)
@@ -39,10 +39,15 @@ MAX_REPORT_BYTES = 1 << 16
 class PromptMaker(Protocol):
     """Turns conversations and texts into tokens. May be called in several threads."""
 
-    def conversation(self, messages: Sequence[ChatMessage], tools: Sequence[Any] | None = None) -> list[int]:
+    def conversation(
+        self,
+        messages: Sequence[ChatMessage],
+        tools: Sequence[Any] | None = None,
+        options: TemplateOptions | None = None,
+    ) -> list[int]:
         """See `chat_template.conversation_tokens`."""
 
-    def text(self, text: str) -> list[int]:
+    def text(self, text: str, add_special: bool = True) -> list[int]:
         """See `chat_template.text_tokens`."""
 
     def close(self) -> None:
@@ -55,11 +60,16 @@ class TokenizerPrompts:
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
 
-    def conversation(self, messages: Sequence[ChatMessage], tools: Sequence[Any] | None = None) -> list[int]:
-        return conversation_tokens(self._tokenizer, messages, tools)
+    def conversation(
+        self,
+        messages: Sequence[ChatMessage],
+        tools: Sequence[Any] | None = None,
+        options: TemplateOptions | None = None,
+    ) -> list[int]:
+        return conversation_tokens(self._tokenizer, messages, tools, options)
 
-    def text(self, text: str) -> list[int]:
-        return text_tokens(self._tokenizer, text)
+    def text(self, text: str, add_special: bool = True) -> list[int]:
+        return text_tokens(self._tokenizer, text, add_special)
 
     def close(self) -> None:
         pass
@@ -139,13 +149,19 @@ class PromptProcess:
         self._control.settimeout(None)
         self._loaded = True
 
-    def conversation(self, messages: Sequence[ChatMessage], tools: Sequence[Any] | None = None) -> list[int]:
+    def conversation(
+        self,
+        messages: Sequence[ChatMessage],
+        tools: Sequence[Any] | None = None,
+        options: TemplateOptions | None = None,
+    ) -> list[int]:
         """See `PromptMaker`. Raises `ChatTemplateError` also where the limits are exceeded."""
-        return self._ask({"messages": list(messages), "tools": tools})
+        asked = vars(options) if options is not None else {}
+        return self._ask({"messages": list(messages), "tools": tools, "options": asked})
 
-    def text(self, text: str) -> list[int]:
+    def text(self, text: str, add_special: bool = True) -> list[int]:
         """See `PromptMaker`. Raises `ChatTemplateError` where the limits are exceeded."""
-        return self._ask({"text": text})
+        return self._ask({"text": text, "special": add_special})
 
     def close(self) -> None:
         """End the process. Prompts that are being made are refused."""

@@ -22,7 +22,7 @@ from contextlib import suppress
 from typing import Any
 
 from swarm.errors import ChatTemplateError, CheckpointError
-from swarm.models.tokenizers.chat_template import conversation_tokens, template_text, text_tokens
+from swarm.models.tokenizers.chat_template import TemplateOptions, conversation_tokens, template_text, text_tokens
 
 LOADING_CPU_S = 120.0
 LOADING_MEMORY_BYTES = 2 << 30
@@ -60,8 +60,9 @@ def answer(tokenizer: Any, request: dict[str, Any]) -> dict[str, Any]:
     """The answer to one request."""
     try:
         if "text" in request:
-            return {"tokens": text_tokens(tokenizer, request["text"])}
-        return {"tokens": conversation_tokens(tokenizer, request["messages"], request["tools"])}
+            return {"tokens": text_tokens(tokenizer, request["text"], request["special"])}
+        options = TemplateOptions(**request["options"])
+        return {"tokens": conversation_tokens(tokenizer, request["messages"], request["tools"], options)}
     except ChatTemplateError as error:
         return {"refused": str(error)}
 

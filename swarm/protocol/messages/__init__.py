@@ -34,6 +34,41 @@ A conversation is one libp2p stream:
     ProbeRequest + payload ->
                        <-                ProbeReply + payload
 
+A peer that wants to be reached asks others over a protocol of its own:
+
+    DialBackRequest    ->                (ports of the asking peer)
+                       <-                DialBackReply | Refusal
+    UnreachableNotice  ->                (a peer that cannot be dialed; nothing is answered)
+    LookAgain          ->                (to that peer, by whoever has a connection to it; nothing is answered)
+    ForgetConnections  ->                (to a relay, which closes its connections to the sender, and this stream)
+
+A ring's starter and its workers talk over a protocol of their own (`swarm.ring`):
+
+    starter                              worker
+                       <-                WorkerChallenge
+    PairRequest        ->
+                       <-                Paired | Refusal
+    StillHere          ->                (every few seconds; so does the worker)
+    DescribeDevice     ->
+                       <-                DeviceReport
+    ProbeRequest + payload ->
+                       <-                ProbeReply + payload
+    Assign             ->
+                       <-                WorkerEvent, at each change and while weights arrive
+    Release            ->
+                       <-                Released
+
+Weights travel over another one:
+
+    FindParts          ->
+                       <-                PartsFound | Refusal
+    GetManifest        ->
+                       <-                PartData + payload | Refusal
+    GetChunkDigests    ->
+                       <-                PartData + payload | Refusal
+    GetChunk           ->                (several may be under way)
+                       <-                PartData + payload | Refusal
+
 In a private swarm each stream begins with an exchange of its own, by which both sides prove that they are members:
 
     the peer that opens the stream       the peer that accepts it
@@ -47,10 +82,16 @@ from swarm.protocol.messages.adapters import AdaptersStored, BlockAdapterSpec, L
 from swarm.protocol.messages.codec import (
     ClientMessage,
     HandshakeMessage,
+    ReachabilityMessage,
     ServerMessage,
+    WeightsMessage,
+    WorkerMessage,
     decode_client,
     decode_handshake,
+    decode_reachability,
     decode_server,
+    decode_weights,
+    decode_worker,
     encode,
     refusal,
 )
@@ -66,6 +107,13 @@ from swarm.protocol.messages.fields import (
 )
 from swarm.protocol.messages.link import InfoReply, InfoRequest, ProbeReply, ProbeRequest, Refusal
 from swarm.protocol.messages.membership import MemberChallenge, MemberProof, NewerRevocations
+from swarm.protocol.messages.reachability import (
+    DialBackReply,
+    DialBackRequest,
+    ForgetConnections,
+    LookAgain,
+    UnreachableNotice,
+)
 from swarm.protocol.messages.session import (
     CloseSession,
     ExitTerms,
@@ -81,10 +129,27 @@ from swarm.protocol.messages.session import (
     StepRequest,
 )
 from swarm.protocol.messages.stateless import BackwardReply, BackwardRequest, ForwardReply, ForwardRequest
+from swarm.protocol.messages.weights import FindParts, GetChunk, GetChunkDigests, GetManifest, PartData, PartsFound
+from swarm.protocol.messages.worker import (
+    Assign,
+    DescribeDevice,
+    DeviceReport,
+    Holding,
+    Paired,
+    PairRequest,
+    Release,
+    Released,
+    StillHere,
+    WeightHolder,
+    WorkerChallenge,
+    WorkerEvent,
+    WorkerState,
+)
 
 __all__ = [
     "ADAPTER_DIGEST_BYTES",
     "CHECKSUM_BYTES",
+    "DIAL_BACK_PROTOCOL_ID",
     "MAX_BLOCKS_PER_REQUEST",
     "MAX_EXITS",
     "MAX_PEER_SESSIONS",
@@ -92,31 +157,52 @@ __all__ = [
     "MAX_SEQUENCES",
     "MEMBERS_PROTOCOL_ID",
     "PROTOCOL_ID",
+    "WEIGHTS_PROTOCOL_ID",
+    "WORKER_PROTOCOL_ID",
     "AdaptersStored",
+    "Assign",
     "BackwardReply",
     "BackwardRequest",
     "BlockAdapterSpec",
     "ClientMessage",
     "CloseSession",
+    "DescribeDevice",
+    "DeviceReport",
+    "DialBackReply",
+    "DialBackRequest",
     "ExitTerms",
     "Expedite",
+    "FindParts",
+    "ForgetConnections",
     "ForwardReply",
     "ForwardRequest",
+    "GetChunk",
+    "GetChunkDigests",
+    "GetManifest",
     "GiveUp",
     "HandshakeMessage",
+    "Holding",
     "InfoReply",
     "InfoRequest",
+    "LookAgain",
     "LoraShape",
     "MemberChallenge",
     "MemberProof",
     "Message",
     "NewerRevocations",
     "OpenSession",
+    "PairRequest",
+    "Paired",
+    "PartData",
+    "PartsFound",
     "ProbeReply",
     "ProbeRequest",
     "PushRequest",
     "PutAdapters",
+    "ReachabilityMessage",
     "Refusal",
+    "Release",
+    "Released",
     "ReplayReply",
     "ReplayRequest",
     "ServerMessage",
@@ -124,9 +210,20 @@ __all__ = [
     "SetNeighbors",
     "StepReply",
     "StepRequest",
+    "StillHere",
+    "UnreachableNotice",
+    "WeightHolder",
+    "WeightsMessage",
+    "WorkerChallenge",
+    "WorkerEvent",
+    "WorkerMessage",
+    "WorkerState",
     "decode_client",
     "decode_handshake",
+    "decode_reachability",
     "decode_server",
+    "decode_weights",
+    "decode_worker",
     "encode",
     "refusal",
 ]
@@ -136,3 +233,11 @@ PROTOCOL_ID = "/swarm/5"
 
 MEMBERS_PROTOCOL_ID = f"{PROTOCOL_ID}/members"
 """The same protocol between members of a private swarm. Peers of one kind cannot mistake the other for a broken one."""
+
+DIAL_BACK_PROTOCOL_ID = f"{PROTOCOL_ID}/dial-back"
+"""By it peers find out whether others can reach them."""
+
+WORKER_PROTOCOL_ID = f"{PROTOCOL_ID}/worker"
+"""By it a ring's starter sets up its workers."""
+WEIGHTS_PROTOCOL_ID = f"{PROTOCOL_ID}/weights"
+"""By it peers get a model's weights from each other."""

@@ -34,6 +34,9 @@ MAX_ITERATION_S = 0.2
 MAX_INLINE_ITERATION_S = 5e-3
 """A shorter iteration may be computed in the network loop, which answers no other peer meanwhile."""
 
+BUSY_S = 0.25
+"""A server is busy for so long after each request: longer than a client takes between two tokens."""
+
 MIN_ITERATION_TOKENS, MAX_ITERATION_TOKENS = 64, 4096
 """Bounds of an iteration's size. Fewer tokens would make products inefficient; more would take memory for no gain."""
 
@@ -81,6 +84,12 @@ class Engine:
         self._contention = CpuContentionMeter()
         self._running = False
         self._trained_at = -math.inf
+        self._submitted_at = -math.inf
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether peers wait for what is computed, or have just done so."""
+        return time.monotonic() - self._submitted_at < BUSY_S
 
     @property
     def queue_seconds(self) -> float:
@@ -98,6 +107,7 @@ class Engine:
         """What `compute` waits for. A request whose future is settled by another hand is dropped, or its result is."""
         loop, now = asyncio.get_running_loop(), time.monotonic()
         queued = QueuedRequest(next(self._numbers), request, loop.create_future(), loop, now, now)
+        self._submitted_at = now
         with self._lock:
             self._arrived.append(queued)
             self._batching_delay.on_request(request.session, now, request.span, request.joins_parts, request.urgent)

@@ -133,6 +133,13 @@ class Session:
             if numbers and numbers[0] in self.given_up and numbers[-1] in self.given_up:
                 self.abandon_step()
 
+    def has_given_up(self, number: int | None) -> bool:
+        """Whether a step need not be computed; `number` is None for a replay, which always has to be.
+
+        Python would compare None with every number of the range, of which there may be two billion.
+        """
+        return number is not None and number in self.given_up
+
     def abandon_step(self) -> None:
         """Have the engine drop what it computes for this session, after the iteration that runs."""
         if self.computing is not None and not self.computing[1].done():

@@ -198,10 +198,10 @@ class SessionSteps:
         try:
             await self._sessions.reserve_cache(session, layout.sequences)
         except CacheFull:
-            if number in session.given_up:
+            if session.has_given_up(number):
                 raise StepGivenUp from None
             raise
-        if number in session.given_up:  # while it waited for cache
+        if session.has_given_up(number):  # while it waited for cache
             raise StepGivenUp
         work = compute_request.forward_work(
             session.terms.peer_id,

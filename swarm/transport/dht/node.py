@@ -25,6 +25,7 @@ from swarm.transport.dht.routing_table import BUCKET_NODES, node_id_of
 from swarm.transport.dht.search import Request, Search
 from swarm.transport.dht.standing import Standing
 from swarm.transport.identity import Identity
+from swarm.transport.reach.address_book import AddressBook
 
 logger = logging.getLogger(__name__)
 
@@ -77,6 +78,7 @@ class DhtNode:
         p2p: the libp2p daemon.
         protocol: the exchanges with other nodes.
         standing: what this peer remembers of the owners of records.
+        book: where other peers can be dialed, as their records say.
     """
 
     def __init__(
@@ -86,8 +88,10 @@ class DhtNode:
         rules: RecordRules,
         initial_peers: Sequence[PeerID] = (),
         is_client: bool = False,
+        book: AddressBook | None = None,
     ) -> None:
         self.p2p = p2p
+        self.book = book if book is not None else AddressBook()
         self.standing = Standing(secrets.token_bytes(16))
         self.protocol = DhtProtocol(p2p, rules, self.standing, is_client)
         self._identity = identity
@@ -109,6 +113,11 @@ class DhtNode:
             await self._meet_initial_peers()
         if not self.protocol.is_client:
             self.protocol.watch_table()
+
+    async def serve_others(self, wanted: bool) -> None:
+        """Answer other nodes from now on, and have them name this one to others; or no longer."""
+        if wanted == self.protocol.is_client:
+            await (self.protocol.become_server() if wanted else self.protocol.become_client())
 
     async def _meet_initial_peers(self) -> None:
         pings = (self.protocol.call_ping(peer, validate=True) for peer in self._initial_peers)

@@ -115,6 +115,20 @@ class DhtProtocol(ServicerBase):  # type: ignore[misc]
             request_type = _BoundedType(handler.request_type, messages.MAX_REQUEST_BYTES[name])
             await self._p2p.add_protobuf_handler(self._get_handle_name(None, name), answer, request_type)
 
+    async def become_server(self) -> None:
+        """Answer other peers from now on, although this node only asked before."""
+        self.is_client = False
+        self.node_info = dht_pb2.NodeInfo(node_id=node_id_of(self._p2p.peer_id))
+        await self.serve()
+        self.watch_table()
+
+    async def become_client(self) -> None:
+        """Only ask from now on: others cannot reach this node. What runs in the background ends."""
+        self.is_client = True
+        self.node_info = dht_pb2.NodeInfo(node_id=b"")
+        await self._end_background()
+        await self.remove_p2p_handlers(self._p2p)
+
     def watch_table(self) -> None:
         """Find out from now on which known nodes are gone, and forget them. Others are told of the known nodes, and a
         bootstrap peer looks nothing up by which it would notice. Records that are over are forgotten as often."""
@@ -128,11 +142,14 @@ class DhtProtocol(ServicerBase):  # type: ignore[misc]
 
     async def close(self) -> None:
         """End what runs in the background. Raises nothing while the daemon lives."""
+        await self._end_background()
+        if not self.is_client:
+            await self.remove_p2p_handlers(self._p2p)
+
+    async def _end_background(self) -> None:
         for task in self._background:
             task.cancel()
         await asyncio.gather(*self._background, return_exceptions=True)
-        if not self.is_client:
-            await self.remove_p2p_handlers(self._p2p)
 
     @classmethod
     def _get_handle_name(cls, namespace: str | None, method_name: str) -> str:

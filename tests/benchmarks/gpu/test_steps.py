@@ -260,6 +260,7 @@ def command(tmp_path: Path, *arguments: str):
     yield done, [Record(**one) for one in report["records"]]
 
 
+@pytest.mark.slow
 def test_wrong_arguments_are_refused(tmp_path):
     for arguments in (("--steps", "nothing"), ("--break", "nothing=kernel"), ("--break", "pages=nothing")):
         line = [sys.executable, "-m", "benchmarks.gpu", "--out", str(tmp_path), *arguments]

@@ -127,6 +127,7 @@ def test_line_history_and_no_color(gateway, key):
     assert b"\x1b[2m" not in screen.raw
 
 
+@pytest.mark.slow
 def test_a_server_that_dies_is_a_notice(gateway, key, swarm):
     spare = swarm.start("3:6", name="spare").wait_ready()
     with at_terminal((*CHAT, "--url", gateway.url, "--key", key)) as screen:

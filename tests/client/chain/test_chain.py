@@ -9,6 +9,8 @@ from contextlib import suppress
 import pytest
 import torch
 
+from swarm.client.chain import chain
+from swarm.client.chain.next_action import Deliver, Finished, WaitUntil, next_action
 from swarm.client.hops import own_checksums
 from swarm.client.wire.packed_hidden import PackedHidden
 from swarm.data_structures import StepLayout, WireFormat
@@ -46,6 +48,31 @@ def test_outputs_and_the_time_that_a_token_takes(span_model, push):
         assert by_client == [6, 0, 0] if push else [6, 6, 6]
         assert str(talk.chain.route) == "route: 0:2 …a → 2:4 …b → 4:6 …c"
         assert swarm.planner.failures == []
+
+    virtual_time.run(scenario)
+
+
+@pytest.mark.parametrize("push", [True, False])
+def test_a_token_that_servers_pass_on_is_looked_at_only_as_it_sets_out_and_comes_back(span_model, push, monkeypatch):
+    actions = []
+
+    def look(*args, **options):
+        actions.append(next_action(*args, **options))
+        return actions[-1]
+
+    monkeypatch.setattr(chain, "next_action", look)
+
+    async def scenario():
+        swarm = Swarm(span_model, ONCE, push=push)
+        await swarm.start()
+        talk = await swarm.chain()
+        await talk.append(3)
+        for _ in range(5):
+            await talk.append(1)
+        actions.clear()
+        await talk.append(1)
+        kinds = [type(action) for action in actions]
+        assert kinds == [Deliver, WaitUntil] * (1 if push else 3) + [Finished]
 
     virtual_time.run(scenario)
 

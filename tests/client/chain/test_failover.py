@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from swarm.errors import (
     RemoteError,
     ServerClosing,
     TooLong,
+    WrongDtype,
 )
 from swarm.protocol import messages
 from tests import virtual_time
@@ -433,6 +435,28 @@ def test_a_replacement_that_refuses_is_not_the_only_one(span_model, name, error)
         assert [(peer, type(why)) for peer, why in swarm.planner.failures] == [(name, PeerLost), (name + "2", error)]
 
     run(span_model, TWICE, act)
+
+
+def refuse_step(error, message, payload):
+    """In the place of the answer to a step."""
+    return messages.refusal(error, message.step), b""
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_two_servers_that_refuse_a_step_for_different_reasons_do_not_agree(span_model, name):
+    """One server's word that no server would compute a step is doubted, and so is that of two which contradict it."""
+    refusals = {name: TooLong("because"), name + "2": WrongDtype("because")}
+
+    async def act(swarm, talk):
+        await swarm.add(name + "3", *TWICE[name])
+        await swarm.planner.refresh()
+        for liar, error in refusals.items():
+            refuse = partial(refuse_step, error)
+            swarm.servers[liar].tamper = tampering(refuse, messages.StepReply)
+        await talk.append(1, 1)
+        await talk.append(1, 1)
+
+    run(span_model, TWICE, act, push=False)
 
 
 @pytest.mark.parametrize("name", NAMES)

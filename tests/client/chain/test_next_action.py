@@ -5,13 +5,14 @@ from __future__ import annotations
 import heapq
 import itertools
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swarm.client.chain.next_action import Deliver, Finished, Repair, WaitUntil, next_action
+from swarm.client.chain.next_action import Action, Deliver, Finished, Repair, WaitUntil, goes_on_alone, next_action
 from swarm.errors import PeerLost
 
 INF = float("inf")
@@ -174,6 +175,8 @@ class Play:
     losses: float
     runs: list[range]
     now: float = 0.0
+    looks: Callable[[], Action] | None = None
+    alone: int = 0
     events: list[tuple[float, int, tuple]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -200,9 +203,12 @@ class Play:
         self.live = [number for number in self.live if number > done]
 
     def advance(self, window: int, everywhere: bool = False) -> None:
+        def look() -> Action:
+            return next_action(self.hops, self.live, self.now, window, everywhere, self.runs)
+
+        self.looks = look if not everywhere else None
         for _ in range(3000):
-            action = next_action(self.hops, self.live, self.now, window, everywhere, self.runs)
-            match action:
+            match look():
                 case Finished():
                     return
                 case Deliver(index, wanted):
@@ -265,6 +271,8 @@ class Play:
             self.arrive(hop, index, number)
         elif what == "reply" and number > hop.replied:
             self.reply(hop, index, number)
+            if self.looks and hop.replied == number and index + 1 < self.length:
+                self.need_not_look(self.hops[index + 1], number)
         elif what == "pushed" and number > hop.replied:
             if max(hop.replied, hop.delivered, hop.pushed) >= self.before(number) and hop.rejected < number:
                 hop.pushed = max(hop.pushed, number)
@@ -280,6 +288,13 @@ class Play:
             for part in self.chance.choice(self.runs):
                 if self.chance.random() < 0.9:
                     self.hops[part].leaving = LOST
+
+    def need_not_look(self, following: Server, number: int) -> None:
+        """Where a step goes on alone, there is nothing to do but to wait for the first deadline."""
+        deadline = min(hop.deadline for hop in self.hops)
+        if goes_on_alone(following, number, self.live[-1]) and deadline > self.now:
+            assert self.looks() == WaitUntil(deadline)
+            self.alone += 1
 
     def arrive(self, hop: Server, index: int, number: int) -> None:
         """At the server."""
@@ -315,6 +330,13 @@ class Play:
             following = self.hops[index + 1]
             assert following.received >= self.before(number), "records have no holes"
             following.received = max(following.received, number)
+
+
+def test_where_nothing_is_lost_most_steps_go_on_alone():
+    play = Play(random.Random(7), 3, 0.0, [range(number, number + 1) for number in range(3)])
+    for number in range(200):
+        play.call(range(number, number + 1), 1)
+    assert play.alone > 100
 
 
 @given(st.integers(0, 2**32), st.lists(st.integers(1, 3), min_size=1, max_size=4), st.sampled_from([0.0, 0.05, 0.3]))

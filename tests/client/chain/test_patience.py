@@ -16,6 +16,7 @@ from swarm.client.chain.patience import (
     common_slowness,
     first_late,
     is_worth_leaving,
+    none_late_before,
 )
 from swarm.client.hops.awaited_steps import NO_STEP
 from swarm.client.hops.hop_clock import HopClock
@@ -64,6 +65,13 @@ def test_nobody_is_asked_twice_for_a_step_or_for_one_that_came_through():
 def test_the_first_to_be_late_is_asked_about_first():
     route = [hop(1.0, handed=5.0), hop(0.1, handed=5.0), hop(0.1, handed=5.0)]
     assert first_late(route, [0.0, 0.2, 0.1]).index == 2
+
+
+@given(st.lists(st.tuples(seconds, seconds, st.none() | seconds), min_size=1, max_size=4), st.floats(0.0, 10.0))
+def test_nothing_is_late_before_the_usual_time_has_passed(times, refill):
+    route = [hop(usual, last, handed) for usual, last, handed in times]
+    late = first_late(route, [refill] * len(route))
+    assert late is None or late.time >= none_late_before(route)
 
 
 @given(seconds, seconds, st.floats(1.0, 6.0))

@@ -255,6 +255,7 @@ def test_lanes_whose_rows_have_no_room(swarm: TestSwarm, model: Any) -> None:
     assert write(model, lanes=2).shape == (5, LONGEST + NEW)
 
 
+@pytest.mark.slow
 def test_a_lane_survives_the_loss_of_a_server(folder: Path, local: Any) -> None:
     spans = ("0:3", "3:6", "3:6")
     with run_swarm(folder, spans, dtype="float32") as swarm, run_client(swarm, dtype="float32") as model:

@@ -87,6 +87,7 @@ def test_missing_blocks_are_named(tmp_path: Path) -> None:
         assert model.generate(torch.tensor([PROMPTS[0]]), max_new_tokens=3).shape[1] == len(PROMPTS[0]) + 3
 
 
+@pytest.mark.slow
 def test_servers_of_other_weights_are_not_chained(tmp_path: Path) -> None:
     """A fine-tune under the same name, with the same config: nothing but the weights differs."""
     folder = make_checkpoint("llama", tmp_path / "one" / "model")
@@ -114,6 +115,7 @@ def _change_one_weight(folder: Path, block: int) -> None:
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
+@pytest.mark.slow
 def test_a_session_whose_blocks_nobody_holds_any_more_can_be_resumed(tmp_path: Path) -> None:
     folder = make_checkpoint("llama", tmp_path)
     prompt, more = torch.tensor([PROMPTS[0]]), torch.tensor([PROMPTS[1]])

@@ -213,6 +213,7 @@ def test_wire_formats(swarm: TestSwarm, local: Any, wire: str, tolerance: float)
     assert 0 < error < tolerance
 
 
+@pytest.mark.slow
 def test_a_model_of_16_bit_weights(folder: Path) -> None:
     local = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
     with run_swarm(folder, SPANS, dtype="bfloat16") as swarm, run_client(swarm, dtype="bfloat16") as model:

@@ -154,6 +154,7 @@ def test_candidates_need_no_room_beyond_the_end_of_the_text(
     assert write(model, tokens, limit - tokens.shape[1], **draft) == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block", [0, 2, 5])
 @pytest.mark.parametrize("how", ["perfect", "poor"])
 def test_a_server_is_killed_meanwhile(

@@ -19,7 +19,7 @@ from swarm.client.routes.route_planner import (
     STALE_REFRESH_TIMEOUT_S,
     RoutePlanner,
 )
-from swarm.data_structures import ServerInfo, Span
+from swarm.data_structures import ModelInfo, ServerInfo, Span
 from swarm.errors import (
     CacheFull,
     MissingBlocks,
@@ -59,6 +59,7 @@ class World:
         self.ping_takes = 0.2
         self.round_trips: dict[str, float] = {}
         self.told: list[Any] = []
+        self.models = [ModelInfo("the model", 6, "main"), ModelInfo("another\x1b[2J", 6, "main")]
         self.dht: Any = SimpleNamespace(standing=Standing(b"salt"))
 
     async def fetch(self, dht: Any, model: str, blocks: int) -> list[ServerInfo]:
@@ -68,6 +69,11 @@ class World:
         if self.error is not None:
             raise self.error
         return self.servers
+
+    async def list_models(self, dht: Any) -> list[ModelInfo]:
+        if self.error is not None:
+            raise self.error
+        return self.models
 
     async def ping(self, peer: Any, candidates: Any) -> dict[str, float]:
         self.pings.append(list(candidates))
@@ -84,6 +90,7 @@ def play(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     def play(act: Callable[[World, RoutePlanner], Awaitable[None]], **options: Any) -> None:
         world = World()
         monkeypatch.setattr(module, "fetch_servers", world.fetch)
+        monkeypatch.setattr(module, "fetch_models", world.list_models)
         monkeypatch.setattr(module, "ping_many", world.ping)
 
         async def scenario() -> None:
@@ -182,6 +189,18 @@ def test_the_person_chooses(play):
         assert await route(planner) == "0:3c 3:6d"
 
     play(act, allowed_servers=frozenset("acd"), blocked_servers=frozenset("a"))
+
+
+def test_a_set_of_allowed_servers_may_change(play):
+    allowed = set("ad")
+
+    async def act(world, planner):
+        assert await route(planner) == "0:3a 3:6d"
+        allowed.symmetric_difference_update("ac")
+        await planner.refresh()
+        assert await route(planner) == "0:3c 3:6d"
+
+    play(act, allowed_servers=allowed)
 
 
 def test_a_picture_in_use_is_renewed_in_the_background(play):
@@ -290,6 +309,19 @@ def test_missing_blocks_are_looked_for_once(play):
         world.servers = [*world.servers, server_info(2, 6, "e")]
         assert await route(planner) == "0:3a 3:6e"
         assert len(world.looks) == 3
+
+    play(act, refresh_period=1000.0)
+
+
+def test_a_client_whose_model_nobody_serves_is_told_which_models_are_there(play):
+    async def act(world, planner):
+        world.servers = []
+        with pytest.raises(MissingBlocks, match="it serves another\N{REPLACEMENT CHARACTER}"):
+            await route(planner)
+        world.models = world.models[:1]  # its own servers are just starting
+        await asyncio.sleep(5)
+        with pytest.raises(MissingBlocks, match="no online server announces them"):
+            await route(planner)
 
     play(act, refresh_period=1000.0)
 

@@ -19,10 +19,12 @@ from swarm.protocol import messages
 from swarm.protocol.framing import MAX_HEADER_BYTES, MAX_PAYLOAD_BYTES, encode_prefix
 from swarm.transport.p2p import Peer
 from tests.fuzz.attackers import Attackers
+from tests.fuzz.dial_back_attack import DialBackAttack
 from tests.fuzz.kinds import Kind, Violation
 from tests.fuzz.mutations import broken_bytes, mutated
 from tests.fuzz.session_model import TOKENS
 from tests.fuzz.targets import ServerTarget, Targets
+from tests.fuzz.weights_attack import WeightsAttack
 
 PEERS = 2
 CASES = 32
@@ -46,11 +48,15 @@ class Frames(Kind):
     def __init__(self) -> None:
         super().__init__()
         self._attackers = Attackers()
+        self._dial_back = DialBackAttack(self.outcomes)
+        self._weights = WeightsAttack(self.outcomes)
 
     async def open(self, targets: Targets) -> None:
         self._targets = targets
         self._revision = open_checkpoint(targets.model_folder).revision
         await self._attackers.open(targets, 0, PEERS)
+        await self._dial_back.open(targets)
+        await self._weights.open(targets)
 
     async def send(self, random: random.Random) -> int:
         attacks = [self._attack(random) for _ in range(CASES)]
@@ -67,6 +73,7 @@ class Frames(Kind):
 
     async def close(self) -> None:
         await self._attackers.close()
+        await self._dial_back.close()
 
 
 class _Attack:
@@ -79,6 +86,8 @@ class _Attack:
     def __init__(self, kind: Frames, peer: Peer, server: ServerTarget, revision: str, random: random.Random) -> None:
         self.sent = 0
         self._outcomes = kind.outcomes
+        self._dial_back = kind._dial_back
+        self._weights = kind._weights
         self._peer = peer
         self._server = server
         self._revision = revision
@@ -99,6 +108,8 @@ class _Attack:
             self._many_streams: 2,
             self._not_for_servers: 2,
             self._not_libp2p: 1,
+            self._asked_to_dial_back: 3,
+            self._asked_for_weights: 3,
         }
         way = self._random.choices(list(ways), list(ways.values()))[0]
         with suppress(OSError, RuntimeError):  # the server has ended the stream, which is its right
@@ -303,6 +314,14 @@ class _Attack:
             )
         )
         await self._write(self._frame(messages.encode(message), self._random.choice((b"", bytes(4096)))))
+
+    async def _asked_to_dial_back(self) -> None:
+        """What peers say to each other about being reached."""
+        self.sent += await self._dial_back.send(self._random)
+
+    async def _asked_for_weights(self) -> None:
+        """What peers say to a holder of weights."""
+        self.sent += await self._weights.send(self._random, self._peer, self._server.peer_id)
 
     async def _not_libp2p(self) -> None:
         """Bytes at the port of the libp2p daemon."""

@@ -11,6 +11,7 @@ import random
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -222,11 +223,24 @@ class Game:
         await asyncio.sleep(QUIET_S)
         left = [task for task in asyncio.all_tasks() - before if not task.done()]
         if left or swarm.hub.tasks:
-            raise RepliesViolation(f"tasks are left: {left}, {list(swarm.hub.tasks)}")
+            waiting = [f"{swarm.hub.tasks.get(task, 'a client')}: {where(task)}" for task in left]
+            raise RepliesViolation(f"tasks are left: {waiting}")
         honest = {name: swarm.servers[name].sessions for name in HONEST}
         held = {name: sessions.capacity - sessions.free for name, sessions in honest.items()}
         if any(held.values()):
             raise RepliesViolation(f"sessions are left: {held}")
+
+
+def where(task: asyncio.Task[Any]) -> str:
+    """Where a task waits: the lines of its coroutines, outermost first."""
+    lines, awaited = [], task.get_coro()
+    while awaited is not None:
+        frame = getattr(awaited, "cr_frame", None)
+        if frame is None:
+            break
+        lines.append(f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} {frame.f_code.co_name}")
+        awaited = getattr(awaited, "cr_await", None)
+    return " > ".join(lines)
 
 
 def play(model: SpanModel, seed: int, mischief: Mischief) -> Game:

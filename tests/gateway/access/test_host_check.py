@@ -10,7 +10,7 @@ from starlette.routing import Route
 from starlette.testclient import TestClient
 
 from swarm.gateway.access.host_check import HostCheck, is_local_name, is_loopback
-from swarm.web.http_server import listen
+from swarm.web.http_server import listen, url_of
 
 LOCAL = ["", "localhost", "LOCALHOST:8000", "localhost.", "127.0.0.1", "127.0.0.1:8000", "[::1]:8000", "192.168.1.5:80"]
 LOCAL += ["127.0.0.1.", "gateway:8000", "box.local", "host.docker.internal:8000", "chat.localhost:8000"]
@@ -21,6 +21,7 @@ ELSEWHERE = [
     "localhost.evil.example:8000",
     "evil.example.",
 ]
+ELSEWHERE += ["0.0.0.0", "0.0.0.0:8000", "[::]:8000", "0:8000", "0.0.0.0."]
 ELSEWHERE += ["local.evil.example", "notlocal.example", "256.0.0.1", "1.2", "["]
 
 
@@ -50,6 +51,7 @@ async def _answer(request: Request) -> Response:
         ("Chat.Example", ("chat.example",), 200),
         ("evil.chat.example", ("chat.example",), 403),
         ("evil.example", ("*",), 403),
+        ("0.0.0.0:8000", (), 403),
     ],
 )
 def test_requests(host: str, also: tuple[str, ...], status: int) -> None:
@@ -57,10 +59,18 @@ def test_requests(host: str, also: tuple[str, ...], status: int) -> None:
     reply = TestClient(app).get("/", headers={"Host": host})
     assert reply.status_code == status
     if status == 403:
-        assert reply.json()["error"]["code"] == "wrong_host"
+        error = reply.json()["error"]
+        assert error["code"] == "wrong_host"
+        assert ("use http://127.0.0.1" in error["message"]) is host.startswith("0.0.0.0")
 
 
 @pytest.mark.parametrize(("host", "loopback"), [("127.0.0.1", True), ("127.1.2.3", True), ("0.0.0.0", False)])
 def test_loopback_addresses(host: str, loopback: bool) -> None:
     with listen(host, 0) as listening:
         assert is_loopback(listening) is loopback
+
+
+@pytest.mark.parametrize(("host", "reached"), [("127.0.0.1", "127.0.0.1"), ("0.0.0.0", "127.0.0.1")])
+def test_the_address_that_is_shown_is_one_that_is_answered(host: str, reached: str) -> None:
+    with listen(host, 0) as listening:
+        assert url_of(listening) == f"http://{reached}:{listening.getsockname()[1]}/"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import tracemalloc
 from typing import Any
@@ -18,7 +19,13 @@ from swarm.gateway.http.request_body import (
     RequestRoom,
     decoded_bytes,
 )
-from swarm.gateway.openai.api_errors import PayloadTooLarge, RequestTimeout, ServiceUnavailable
+from swarm.gateway.openai.api_errors import (
+    BadRequest,
+    PayloadTooLarge,
+    RequestTimeout,
+    ServiceUnavailable,
+    UnsupportedMediaType,
+)
 from tests.gateway.http.fake_client import Client, run
 
 
@@ -27,6 +34,52 @@ def test_a_body_is_read():
         assert await Client([b"ab", b"cd"]).read() == b"abcd"
 
     run(work)
+
+
+def packed(body: bytes) -> list[bytes]:
+    """As gzip, in parts of three bytes."""
+    whole = gzip.compress(body)
+    return [whole[at : at + 3] for at in range(0, len(whole), 3)]
+
+
+GZIP = [("content-encoding", "gzip")]
+
+
+def test_a_body_that_is_packed_is_unpacked():
+    async def work() -> None:
+        memory = RequestMemory(1000)
+        with RequestRoom(memory, None) as room:
+            assert await Client(packed(b"abcd" * 10), headers=GZIP).read(100, room=room) == b"abcd" * 10
+            assert memory.free_bytes == 1000 - 40 * (1 + CHARACTER_BYTES)
+
+    run(work)
+
+
+@pytest.mark.parametrize(
+    ("parts", "encoding", "error"),
+    [
+        (packed(b"a" * 1_000_000), "gzip", PayloadTooLarge),
+        ([gzip.compress(b"a" * 10_000_000)], "gzip", PayloadTooLarge),
+        (packed(b"a" * 30)[:-1], "gzip", BadRequest),
+        ([gzip.compress(b"a") * 2], "gzip", BadRequest),
+        ([b"{}"], "gzip", BadRequest),
+        ([b"{}"], "br", UnsupportedMediaType),
+        ([b"{}"], "gzip, gzip", UnsupportedMediaType),
+    ],
+)
+def test_packed_bodies_that_are_refused(parts, encoding, error):
+    async def work() -> None:
+        memory = RequestMemory(10_000_000)
+        tracemalloc.start()
+        with pytest.raises(error), RequestRoom(memory, None) as room:
+            await Client(parts, headers=[("content-encoding", encoding)]).read(20_000, room=room)
+        assert memory.free_bytes == 10_000_000
+        assert tracemalloc.get_traced_memory()[1] < 1_000_000  # little more than the limit was unpacked
+
+    try:
+        run(work)
+    finally:
+        tracemalloc.stop()
 
 
 class DrippingClient(Client):

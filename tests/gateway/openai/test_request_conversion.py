@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from swarm.gateway.openai.api_errors import BadRequest
-from swarm.gateway.openai.request_conversion import completion_request_sequences
-from swarm.gateway.openai.request_schema import CompletionRequest
+from swarm.gateway.openai.chat_messages import ChatMessage, FunctionCall
+from swarm.gateway.openai.request_conversion import completion_request_sequences, template_message, tool_options
+from swarm.gateway.openai.request_schema import CompletionRequest, parse_chat_request
 from swarm.gateway.settings import GatewaySettings
 from swarm.generation.errors import InvalidGenerationRequest
+from swarm.generation.formats.tool_calls import ToolOptions
 from swarm.generation.prompts import DEFAULT_COMPLETION_TOKENS, prompt_texts
 from swarm.models.checkpoints.checkpoint import DEMO_FOLDER
 from swarm.models.tokenizers.prompt_process import TokenizerPrompts
@@ -38,7 +41,8 @@ def test_the_default_limit_fits_the_context(served, prompt, room):
 
 
 def test_a_limit_beyond_the_context_is_an_error(served):
-    with pytest.raises(InvalidGenerationRequest, match="room for 3 more; 4 were requested"):
+    words = "This model's maximum context length is 32 tokens.*room for 3 more; 4 were requested"
+    with pytest.raises(InvalidGenerationRequest, match=words):
         completion_request_sequences(
             CompletionRequest(model="m", prompt=[5] * (CONTEXT - 3), max_tokens=4), served, GatewaySettings()
         )
@@ -52,13 +56,46 @@ def test_the_prompt_is_repeated_for_each_answer(served):
 
 
 def test_the_number_of_texts_of_a_request_is_limited(served):
-    assert (
-        len(
-            completion_request_sequences(
-                CompletionRequest(model="m", prompt=["Once"] * 4, n=2), served, GatewaySettings()
-            )
-        )
-        == 8
+    def texts(prompts: int, n: int) -> int:
+        request = CompletionRequest(model="m", prompt=["Once"] * prompts, n=n)
+        return len(completion_request_sequences(request, served, GatewaySettings()))
+
+    assert texts(32, 8) == 256
+    with pytest.raises(BadRequest, match="prompts times n are 264 texts; one request may have 256 at most"):
+        texts(33, 8)
+
+
+@pytest.mark.parametrize(("asked", "default", "taken"), [(None, 20, 20), (5, 20, 5), (0, 20, None), (-1, 20, None)])
+def test_top_k_can_be_switched_off(served, monkeypatch, asked, default, taken):
+    monkeypatch.setattr(served.model.generation_config, "top_k", default)
+    request = CompletionRequest(model="m", prompt=[5], top_k=asked, max_tokens=-1)
+    (work,) = completion_request_sequences(request, served, GatewaySettings())
+    assert work.sampling.top_k == taken
+    assert work.max_tokens == CONTEXT - 1
+
+
+def test_the_interface_before_tools():
+    """As libraries from before tools still write conversations."""
+    call, answer = (
+        ChatMessage(role="assistant", function_call=FunctionCall("weather", '{"city": "Bern"}')),
+        ChatMessage(role="function", name="weather", content="12"),
     )
-    with pytest.raises(BadRequest, match="prompts times n are 9 texts; one request may have 8 at most"):
-        completion_request_sequences(CompletionRequest(model="m", prompt=["Once"] * 3, n=3), served, GatewaySettings())
+    (called,) = template_message(call)["tool_calls"]
+    assert called["function"] == {"name": "weather", "arguments": {"city": "Bern"}}
+    assert template_message(answer) == {"role": "tool", "name": "weather", "content": "12"}
+
+
+@pytest.mark.parametrize("mode", ["auto", "required"])
+def test_a_tool_choice_may_allow_some_of_the_tools(mode):
+    def options(*names: str) -> ToolOptions:
+        tools = [{"type": "function", "function": {"name": name}} for name in names]
+        choice = {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+        offered = [{"type": "function", "function": {"name": name}} for name in "abc"]
+        body = {"model": "m", "messages": [{"role": "user", "content": "x"}], "tools": offered, "tool_choice": choice}
+        return tool_options(parse_chat_request(json.dumps(body).encode()))
+
+    found = options("c", "a")
+    assert [function.name for function in found.functions] == ["a", "c"]
+    assert found.choice == mode
+    with pytest.raises(BadRequest, match="allows x, which is not in tools"):
+        options("a", "x")

@@ -6,9 +6,13 @@ from typing import Any
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from swarm.gateway.openai.api_errors import BadRequest
+from swarm.gateway.openai.refused_fields import CHAT
 from swarm.gateway.openai.request_schema import parse_chat_request, parse_completion_request
+from swarm.generation.formats.response_format import AnswerForm
 
 USER = [{"role": "user", "content": "hello"}]
 
@@ -31,15 +35,17 @@ def refused(read: Any, body: bytes) -> BadRequest:
 @pytest.mark.parametrize(
     ("fields", "message", "param"),
     [
-        ({"max_tokens": -1}, "Expected `int` >= 1, at `max_tokens`", "max_tokens"),
-        ({"max_tokens": 0}, "Expected `int` >= 1, at `max_tokens`", "max_tokens"),
+        ({"max_tokens": -2}, "Expected `int` >= -1, at `max_tokens`", "max_tokens"),
+        ({"max_tokens": 0}, "max_tokens may not be 0; use 1 or more, or -1 for as many as fit", "max_tokens"),
+        ({"max_completion_tokens": 0}, None, "max_completion_tokens"),
         ({"max_tokens": "ten"}, "Expected `int | null`, got `str`, at `max_tokens`", "max_tokens"),
         ({"max_tokens": 1.5}, "Expected `int | null`, got `float`, at `max_tokens`", "max_tokens"),
         ({"temperature": 2.5}, "Expected `float` <= 2.0, at `temperature`", "temperature"),
         ({"temperature": -0.1}, "Expected `float` >= 0.0, at `temperature`", "temperature"),
-        ({"top_p": 0}, "Expected `float` > 0.0, at `top_p`", "top_p"),
+        ({"top_p": -0.1}, "Expected `float` >= 0.0, at `top_p`", "top_p"),
+        ({"top_k": -2}, "Expected `int` >= -1, at `top_k`", "top_k"),
         ({"n": 9}, "Expected `int` <= 8, at `n`", "n"),
-        ({"stop": ""}, "Expected `str` of length >= 1, at `stop`", "stop"),
+        ({"stop": "x" * 257}, "Expected `str` of length <= 256, at `stop`", "stop"),
         ({"presence_penalty": 3}, "Expected `float` <= 2.0, at `presence_penalty`", "presence_penalty"),
         ({"logit_bias": {"1": 101}}, "Expected `float` <= 100.0, at `logit_bias[...]`", "logit_bias[...]"),
         ({"model": ""}, "Expected `str` of length >= 1, at `model`", "model"),
@@ -55,14 +61,39 @@ def refused(read: Any, body: bytes) -> BadRequest:
         ({"top_logprobs": 2}, "top_logprobs needs logprobs=true", "top_logprobs"),
         ({"top_logprobs": 21, "logprobs": True}, "Expected `int` <= 20, at `top_logprobs`", "top_logprobs"),
         ({"tool_choice": "required"}, "tool_choice needs tools", "tool_choice"),
-        ({"functions": []}, "functions is not supported; use tools and tool_choice", "functions"),
-        ({"audio": {}}, "audio is not supported", "audio"),
+        (
+            {"tool_choice": {"type": "allowed_tools"}},
+            "tool_choice of type allowed_tools needs allowed_tools, at `tool_choice`",
+            "tool_choice",
+        ),
+        ({"functions": [{"name": "f"}]}, "functions is not supported; use tools and tool_choice", "functions"),
+        ({"audio": {}}, "audio is not supported; leave it out", "audio"),
+        (
+            {"continue_final_message": True},
+            "continue_final_message continues a message of the assistant, and the last one is of another role",
+            "continue_final_message",
+        ),
+        ({"chat_template_kwargs": {"a b": 1}}, None, "chat_template_kwargs"),
+        (
+            {"chat_template_kwargs": dict.fromkeys((f"v{n}" for n in range(33)), 1)},
+            "chat_template_kwargs may have 32 names at most",
+            "chat_template_kwargs",
+        ),
+        ({"min_p": 1.5}, "Expected `float` <= 1.0, at `min_p`", "min_p"),
+        ({"repetition_penalty": 0}, "Expected `float` > 0.0, at `repetition_penalty`", "repetition_penalty"),
+        ({"stop_token_ids": [-1]}, "Expected `int` >= 0, at `stop_token_ids[0]`", "stop_token_ids[0]"),
+        (
+            {"structured_outputs": {"xml": "<a/>"}},
+            "Object contains unknown field `xml`, at `structured_outputs`",
+            "structured_outputs",
+        ),
         ({"seed": 2**64}, "Expected `int` <= 9223372036854775807, at `seed`", "seed"),
     ],
 )
 def test_wrong_fields_are_named(fields, message, param):
     failure = refused(parse_chat_request, chat(**fields))
-    assert (str(failure), failure.param) == (message, param)
+    assert failure.param == param
+    assert message is None or str(failure) == message
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"\xff\xfe", b'{"model": "m" "x": 1}', b"[" * 100_000])
@@ -96,7 +127,7 @@ def test_prompts(prompt, expected):
     assert parse_completion_request(completion(prompt=prompt)).prompts() == expected
 
 
-@pytest.mark.parametrize("prompt", [[], [[]], [1, "a"], ["a", 1], [[-1]], ["a"] * 9, [True, False, None]])
+@pytest.mark.parametrize("prompt", [[], [[]], [1, "a"], ["a", 1], [[-1]], ["a"] * 257, [True, False, None]])
 def test_invalid_prompts(prompt):
     with pytest.raises(BadRequest, match="prompt must be a text"):
         parse_completion_request(completion(prompt=prompt)).prompts()
@@ -107,9 +138,64 @@ def test_invalid_prompts(prompt):
     [
         ({"suffix": "x"}, "suffix"),
         ({"best_of": 2}, "best_of"),
-        ({"echo": True, "logprobs": 1}, "echo"),
         ({"logprobs": True}, "logprobs"),
     ],
 )
 def test_unsupported_completion_options_are_rejected(fields, param):
     assert refused(parse_completion_request, completion(**fields)).param == param
+
+
+@pytest.mark.parametrize("field", [*CHAT, "truncate_prompt_tokens"])
+def test_fields_that_would_change_the_answer_are_refused(field):
+    strange = 0 if field == "truncate_prompt_tokens" else {"strange": [1] * 30}
+    failure = refused(parse_chat_request, chat(**{field: strange}))
+    assert field in str(failure)
+    if field in CHAT:
+        assert (failure.param, failure.code) == (field, "unsupported_parameter")
+        for neutral in (None, *CHAT[field][0]):
+            parse_chat_request(chat(**{field: neutral}))
+
+
+def test_a_field_that_one_endpoint_has_is_refused_by_the_other():
+    assert parse_completion_request(completion(echo=True)).echo
+    assert str(refused(parse_chat_request, chat(echo=True))) == "echo is not supported; use /v1/completions"
+    assert refused(parse_completion_request, completion(add_special_tokens=False)).param == "add_special_tokens"
+
+
+def test_a_completion_may_have_no_new_token():
+    assert parse_completion_request(completion(max_tokens=0, echo=True, logprobs=1)).max_tokens == 0
+
+
+def test_forms_of_an_answer():
+    assert parse_chat_request(chat(response_format={"type": "text"})).form() is None
+    assert parse_completion_request(completion(guided_regex="a+")).form() == AnswerForm(
+        {"type": "regex", "regex": "a+"}, "guided_regex"
+    )
+    both = parse_chat_request(chat(response_format={"type": "json_object"}, structured_outputs={"choice": ["a"]}))
+    for asked, param in (
+        (both, "structured_outputs.choice"),
+        (parse_chat_request(chat(structured_outputs={"grammar": "x"})), "structured_outputs.grammar"),
+        (parse_chat_request(chat(guided_json="{")), "guided_json"),
+    ):
+        with pytest.raises(BadRequest) as caught:
+            asked.form()
+        assert caught.value.param == param
+
+
+def test_values_that_switch_something_off():
+    asked = parse_chat_request(
+        chat(top_k=-1, top_p=0, max_tokens=-1, stop="", functions=[], function_call="none", top_logprobs=0)
+    )
+    assert (asked.top_k, asked.top_p, asked.max_tokens, asked.stops) == (-1, 0.0, -1, [])
+    assert parse_chat_request(chat(stop=["", "END"])).stops == ["END"]
+
+
+@given(st.integers(1, 2**31), st.integers(1, 15))
+def test_whole_numbers_may_have_a_fraction_of_zero(number, zeros):
+    body = chat(temperature=1.0, seed=3).replace(b'"seed":3', f'"max_tokens":{number}.{"0" * zeros}'.encode())
+    assert parse_chat_request(body).max_tokens == number
+
+
+@pytest.mark.parametrize("number", ["1.5", "1e1", "16.00000000000000001", '"16"', "1e400"])
+def test_other_numbers_are_no_whole_ones(number):
+    refused(parse_chat_request, chat(seed=3).replace(b'"seed":3', f'"max_tokens":{number}'.encode()))

@@ -11,7 +11,7 @@ from playwright.sync_api import Page, expect
 from swarm.gateway.admission import api_keys
 from tests.browser import open_page, picture
 from tests.gateways import run_gateway
-from tests.scripted import make_scripted
+from tests.scripted import CHAT_TEMPLATE, make_scripted
 from tests.swarms import run_swarm
 from tests.waiting import wait_until
 
@@ -31,13 +31,16 @@ WIDE = (
 )  # fmt: skip
 LONG = "".join(f"Line {number} of many, which say that it goes on.\n\n" for number in range(120))
 STORY = " there lived a beekeeper who counted every light of the evening, one by one, until it was dark."
-SCRIPTS = {"@hello": HELLO, "@evil": EVIL, "@wide": WIDE, "@long": LONG}
+THINKING = "<think>\nThey greet me, so I\n<b>greet</b>.\n</think>\n\nGood evening to you."
+SCRIPTS = {"@hello": HELLO, "@evil": EVIL, "@wide": WIDE, "@long": LONG, "@think": THINKING}
 
 
 @pytest.fixture(scope="module")
 def swarm(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models")
-    with run_swarm(make_scripted(folder / "chatty", SCRIPTS), SPANS) as running:
+    with run_swarm(
+        make_scripted(folder / "chatty", SCRIPTS, "{# <think> </think> #}" + CHAT_TEMPLATE), SPANS
+    ) as running:
         story = make_scripted(folder / "story", {"": STORY})
         (story / "chat_template.jinja").unlink()
         running.start("0:6", model=str(story)).wait_ready()
@@ -99,6 +102,26 @@ def test_a_message_is_sent_and_answered_by_keyboard_only(page, swarm):
     page.keyboard.press("Control+k")
     expect(page.locator("#welcome")).to_be_visible()
     expect(page.locator("#prompt")).to_be_focused()
+
+
+@pytest.mark.parametrize("model", ["chatty", "story"])
+def test_all_suggestions_are_in_sight(page, model):
+    page.locator("#model").select_option(model)
+    last = page.locator(".suggestion").last
+    expect(page.locator(".suggestion")).to_have_count(4)
+    ends = last.bounding_box()["y"] + last.bounding_box()["height"]
+    assert ends <= page.locator(".dock").bounding_box()["y"]
+
+
+def test_thoughts_are_folded(page):
+    send(page, "Now @think")
+    expect(whole(page)).to_have_text("Good evening to you.")
+    thoughts = page.locator(".thoughts")
+    expect(thoughts.locator("p")).to_be_hidden()
+    thoughts.locator("summary").click()
+    expect(thoughts.locator("p")).to_have_text("They greet me, so I\n<b>greet</b>.")
+    page.reload()
+    expect(page.locator(".thoughts")).to_contain_text("They greet me")
 
 
 def test_stop_ends_the_computation_and_keeps_the_text(page, gateway):
@@ -180,6 +203,7 @@ def test_a_telephone_shows_everything_without_scrolling_sideways(page):
     expect(page.get_by_role("button", name="Conversations")).to_be_focused()
 
 
+@pytest.mark.slow
 def test_a_server_is_killed_in_mid_answer(page, swarm):
     send(page, "Say @long")
     answer = page.locator(".message.assistant")
@@ -201,7 +225,15 @@ def test_another_model_continues_texts(page):
     send(page, "Once upon a time")
     expect(whole(page)).to_have_text(STORY.strip())
     page.get_by_role("button", name="Continue").click()
-    expect(page.locator(".message.assistant .body")).to_have_text([STORY.strip()] * 2)
+    bodies = page.locator(".message.assistant .body")
+    expect(bodies).to_have_text([STORY.strip()] * 2)
+    expect(page.locator(".message.running")).to_have_count(0)
+    page.set_viewport_size({"width": 390, "height": 800})
+    first, second = bodies.first.bounding_box(), bodies.last.bounding_box()
+    assert second["y"] - first["y"] - first["height"] < 20  # one text
+    button = page.get_by_role("button", name="Continue").bounding_box()
+    assert button["height"] <= 40
+    assert button["x"] + button["width"] <= 390
     page.reload()
     expect(page.locator("#model")).to_have_value("story")
     expect(page.get_by_role("button", name="Continue")).to_have_count(1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +19,7 @@ import swarm.models
 from swarm.gateway.openai.request_conversion import tool_options
 from swarm.gateway.openai.request_schema import ChatRequest, parse_chat_request
 from swarm.generation.errors import InvalidGenerationRequest
-from swarm.generation.formats.response_format import GrammarCompiler
+from swarm.generation.formats.response_format import GrammarCompiler, regex_grammar
 from swarm.generation.formats.tool_calls import ToolCallParser
 from swarm.generation.formats.tool_syntax import TABLE
 from tests.scripted import make_scripted
@@ -53,7 +54,7 @@ def schema_request(schema, strict=True) -> ChatRequest:
 
 
 def constrain(grammars: GrammarCompiler, asked: ChatRequest, syntax):
-    return grammars.constraint(asked.response_format, tool_options(asked), syntax)
+    return grammars.constraint(asked.form(), tool_options(asked), syntax)
 
 
 def sample(grammars, tokenizer, asked, syntax=None, seed=0) -> str:
@@ -336,3 +337,91 @@ def test_what_is_allowed_depends_on_the_tokens_alone(grammars, tokenizer, moves)
         fresh = constrain(grammars, asked, None)
         assert allowed(reused, tokens, tokenizer) == allowed(fresh, tokens, tokenizer)
         assert reused.is_complete == fresh.is_complete
+
+
+SEVERAL_LINES = "a\n?/b"
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        "[0-9]{3}-[0-9]{4}",
+        "[a-c]+/[a-c]+",
+        r"a\/b",
+        SEVERAL_LINES,
+        r'"x" \| y\\',
+        "(yes|no)(, (yes|no)){2}",
+        "/",
+        r"\n/\r",
+        "é+|ß",
+    ],
+)
+@pytest.mark.parametrize("field", ["guided_regex", "structured_outputs"])
+def test_texts_of_a_regular_expression(grammars, tokenizer, pattern, field):
+    asked = request(**{field: pattern if field == "guided_regex" else {"regex": pattern}})
+    for seed in range(3):
+        assert re.fullmatch(pattern, sample(grammars, tokenizer, asked, seed=seed))
+
+
+@given(st.text(alphabet='/\\ab\n[]"|', min_size=1, max_size=8))
+def test_a_regular_expression_stays_one_in_a_grammar(pattern):
+    """Whatever is in it, it neither ends before its end nor becomes something else of the grammar."""
+    try:
+        written = regex_grammar(pattern, "guided_regex")
+    except InvalidGenerationRequest:
+        return
+    inner = re.sub(r"\\.", "", written[1:-1])
+    assert "/" not in inner
+    assert "\n" not in written
+
+
+@pytest.mark.parametrize(
+    "fields", [{"guided_choice": ["yes", "no", 'a "word"\n']}, {"structured_outputs": {"choice": ["x"]}}]
+)
+def test_one_of_several_texts(grammars, tokenizer, fields):
+    choice = fields.get("guided_choice") or fields["structured_outputs"]["choice"]
+    asked = request(**fields)
+    assert {sample(grammars, tokenizer, asked, seed=seed) for seed in range(20)} == set(choice)
+
+
+@pytest.mark.parametrize("schema", [{"type": "integer", "minimum": 7, "maximum": 7}, '{"const": 7}'])
+def test_the_schemas_of_other_servers_fields(grammars, tokenizer, schema):
+    for fields in ({"guided_json": schema}, {"structured_outputs": {"json": schema, "regex": None}}):
+        assert sample(grammars, tokenizer, request(**fields)) == "7"
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"guided_regex": "a(?=b)"}, "guided_regex"),
+        ({"guided_regex": "a\\"}, "guided_regex"),
+        ({"structured_outputs": {"regex": "("}}, "structured_outputs.regex"),
+        ({"guided_json": {"type": 7}}, "guided_json"),
+        ({"guided_choice": ["x" * 40_000, "y" * 40_000]}, "guided_choice"),
+    ],
+)
+def test_forms_that_cannot_be_are_named_by_their_field(grammars, fields, param):
+    with pytest.raises(InvalidGenerationRequest) as caught:
+        constrain(grammars, request(**fields), None)
+    assert caught.value.parameter == param
+
+
+GAP = re.compile(r"( |\n( {0,16}|\t{0,8}))?")
+
+
+@pytest.mark.parametrize("form", [{"type": "json_object"}, None])
+def test_a_gap_is_one_space_or_a_line_break_and_its_indent(grammars, tokenizer, form):
+    asked = request(response_format=form) if form else schema_request(PERSON)
+    for seed in range(5):
+        text = sample(grammars, tokenizer, asked, seed=seed)
+        outside = re.sub(r'"(?:[^"\\]|\\.)*"', '""', text)
+        assert all(GAP.fullmatch(gap) for gap in re.findall(r"\s+", outside))
+
+
+@pytest.mark.parametrize("indent", [None, 2, 4, "\t"])
+def test_json_may_be_written_in_the_usual_ways(grammars, tokenizer, indent):
+    written = json.dumps({"name": "Ann", "age": 7, "tags": ["a", "b"]}, indent=indent)
+    constraint = constrain(grammars, schema_request(PERSON), None)
+    tokens = tokenizer(written)["input_ids"]
+    for place, token in enumerate(tokens):
+        assert token in allowed(constraint, tokens[:place], tokenizer)

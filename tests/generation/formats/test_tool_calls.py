@@ -232,3 +232,19 @@ def test_bounds_are_the_same_however_the_text_is_cut(more, piece):
         whole = parse(HERMES, text)
         assert parse(HERMES, *(text[at : at + piece] for at in range(0, len(text), piece))) == whole
         assert (whole[1][:1] == [ToolCall("weather", f'{{"a": "{filler}"}}')]) == (more <= 0)
+
+
+@pytest.mark.parametrize("syntax", TABLE, ids=lambda syntax: syntax.family)
+def test_a_call_that_has_to_be_and_is_cut_off_is_a_call(syntax):
+    """Cut anywhere: nothing is content, and the arguments are the beginning of the whole ones."""
+    whole = written(syntax)
+    for names in (NAMES, frozenset({"weather"})):
+        for end in range(len(whole) + 1):
+            parser = ToolCallParser(syntax, names, must_call=True)
+            first, rest = parser.feed(whole[:end]), parser.finish()
+            assert first[0] + rest[0] == ""
+            calls = first[1] + rest[1]
+            assert len(calls) == 1 or (not calls and (len(names) > 1 or end == 0))
+            assert all(call.name == "weather" and ARGUMENTS.startswith(call.arguments.rstrip("}")) for call in calls)
+            assert parser.is_cut is not bool(first[1])
+        assert calls == [CALL]

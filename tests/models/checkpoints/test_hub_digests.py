@@ -20,11 +20,10 @@ from swarm.models.checkpoints.hub_digests import (
     MAX_GAP_BYTES,
     MAX_REQUEST_BYTES,
     HubFiles,
-    header_length,
     hub_block_digests,
     near_ranges,
-    parse_header,
 )
+from swarm.models.checkpoints.safetensors_header import header_length, parse_header
 from tests.models.checkpoints.hub import COMMIT, REPOSITORY, run_hub
 
 LARGE = 40 * MAX_FULLY_HASHED_BYTES

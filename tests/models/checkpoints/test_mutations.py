@@ -24,9 +24,9 @@ from swarm.errors import CheckpointError, DigestFileError, UsageError
 from swarm.models.blockless_model import load_blockless_model
 from swarm.models.checkpoints.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint, open_checkpoint
 from swarm.models.checkpoints.digest_file import encode_digest_file, read_digest_file
-from swarm.models.checkpoints.hub_digests import parse_header
 from swarm.models.checkpoints.known_digests import known_digests
 from swarm.models.checkpoints.partial_loading import resolve_dtype
+from swarm.models.checkpoints.safetensors_header import parse_header
 from swarm.models.exits.trained_exits import EXITS_FILE, BaseModel, ExitClassifier, ExitLens, TrainedExits
 from swarm.models.loading.span_loading import load_span
 from tests import zoo

@@ -8,7 +8,13 @@ import pytest
 
 from swarm.errors import ChatTemplateError
 from swarm.models.checkpoints.checkpoint import DEMO_FOLDER
-from swarm.models.tokenizers.chat_template import conversation_tokens, template_text, text_tokens
+from swarm.models.tokenizers.chat_template import (
+    TemplateOptions,
+    conversation_tokens,
+    template_text,
+    text_tokens,
+    unusable_variable,
+)
 from swarm.models.tokenizers.tokenizer import load_tokenizer
 
 TEMPLATE = """{%- for message in messages -%}
@@ -25,8 +31,8 @@ def tokenizer():
     return load_tokenizer(DEMO_FOLDER)
 
 
-def said(tokenizer, messages, tools=None) -> str:
-    return tokenizer.decode(conversation_tokens(tokenizer, messages, tools))
+def said(tokenizer, messages, tools=None, options=None) -> str:
+    return tokenizer.decode(conversation_tokens(tokenizer, messages, tools, options))
 
 
 def test_a_model_without_a_template_continues_the_texts(tokenizer):
@@ -90,3 +96,43 @@ def test_what_is_nested_too_deeply_for_a_template_is_refused(tokenizer):
         deep = {"a": deep}
     with pytest.raises(ChatTemplateError, match="recursion"):
         conversation_tokens(tokenizer, [{"role": "user", "content": "a"}], [deep])
+
+
+HELLO = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Well,"}]
+
+
+def test_the_last_message_may_be_continued(tokenizer):
+    tokenizer.chat_template = TEMPLATE
+    assert said(tokenizer, HELLO, options=TemplateOptions(continue_final=True)) == "[user] Hi\n[assistant] Well,"
+    assert said(tokenizer, HELLO, options=TemplateOptions(opens_answer=False)).endswith("[assistant] Well,\n")
+    tokenizer.chat_template = None
+    assert said(tokenizer, HELLO, options=TemplateOptions(continue_final=True)) == "Hi\n\nWell,"
+
+
+def test_the_template_reads_variables_of_the_request(tokenizer):
+    tokenizer.chat_template = TEMPLATE + "{% if enable_thinking is false %}no thoughts{% endif %}"
+    options = TemplateOptions({"enable_thinking": False})
+    assert said(tokenizer, HELLO, options=options).endswith("[assistant] no thoughts")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "problem"),
+    [
+        ("chat_template", "{{ 7 }}", "not for requests to set"),
+        ("tokenize", True, "not for requests to set"),
+        ("messages", [], "not for requests to set"),
+        ("self", 1, "not for requests to set"),
+        ("mood", "kind", "does not know 'mood'; leave it out"),
+        ("enable_thinking", True, "does not know 'enable_thinking'"),
+    ],
+)
+def test_variables_that_a_template_is_not_given(tokenizer, name, value, problem):
+    for template in (TEMPLATE, None):
+        tokenizer.chat_template = template
+        assert problem in unusable_variable(tokenizer, {name: value})
+        with pytest.raises(ChatTemplateError, match=problem):
+            conversation_tokens(tokenizer, HELLO, options=TemplateOptions({name: value}))
+
+
+def test_a_model_that_does_not_think_may_be_told_not_to(tokenizer):
+    assert unusable_variable(tokenizer, {"enable_thinking": False}) is None

@@ -16,7 +16,7 @@ import pytest
 
 from swarm.errors import ChatTemplateError, CheckpointError
 from swarm.models.tokenizers import prompt_worker
-from swarm.models.tokenizers.chat_template import conversation_tokens, text_tokens
+from swarm.models.tokenizers.chat_template import TemplateOptions, conversation_tokens, text_tokens
 from swarm.models.tokenizers.prompt_process import PromptProcess
 from swarm.models.tokenizers.tokenizer import load_tokenizer
 from tests.models.tokenizers.hostile import ENDLESS, EXPONENTIAL_TEXT, HUGE, exponential, save_tokenizer
@@ -49,6 +49,8 @@ def test_prompts_are_those_that_the_tokenizer_makes_here(folder, process):
     talk = [*HELLO, {"role": "assistant", "content": "Hi \U0001f600 \u2028"}, {"role": "user", "content": ""}]
     for messages, offered in ((HELLO, None), (talk, tools), (talk, []), (HELLO * 50, tools)):
         assert process.conversation(messages, offered) == conversation_tokens(tokenizer, messages, offered)
+        options = TemplateOptions(opens_answer=False)
+        assert process.conversation(messages, None, options) == conversation_tokens(tokenizer, messages, None, options)
     for text in ("", "Once upon a time", "naïve café\n\0 日本", "x" * 100_000):
         assert process.text(text) == text_tokens(tokenizer, text)
 

@@ -328,6 +328,7 @@ def test_an_urgent_step_does_not_wait_behind_those_that_are_not(others, tokens, 
     assert along <= tokens // TOKENS_PER_YIELDING
 
 
+@pytest.mark.slow
 @given(st.lists(SHORT, max_size=12), st.integers(1, 60), st.sampled_from([0.002, 0.01, 0.04, 0.3]))
 def test_what_is_not_urgent_is_computed_within_the_bound(flood, budget, iteration):
     """Urgent steps come again and again, and ask for all there is. From the bound on it is a step like others."""
@@ -591,6 +592,7 @@ def test_shares_do_not_grow_with_the_sessions_that_come_and_go(training, overlap
         assert len(schedule.shares) <= MAX_REMEMBERED_SESSIONS + 12
 
 
+@pytest.mark.slow
 def test_in_an_overload_of_new_sessions_shares_are_forgotten():
     schedule = Schedule(1000)
     for number in range(50):

@@ -91,6 +91,20 @@ def test_steps_that_were_given_up_are_not_computed(model):
     scenario(model, act)
 
 
+@pytest.mark.timeout(30)
+def test_a_replay_after_two_billion_steps_were_given_up_takes_no_longer_than_another(model):
+    """Whether None is in a range is found out by looking through all of it, in the network loop: for a minute."""
+
+    async def act(server):
+        client = await (await server.client()).begin()
+        await client.stream.send(messages.GiveUp(1, 2**31 - 1))
+        replay = messages.ReplayRequest(5, [0], [2], WireFormat.NONE, "float32", None, False)
+        reply, _ = await client.ask(replay, encode_tensor(random(2), WireFormat.NONE))
+        assert isinstance(reply, messages.ReplayReply)
+
+    scenario(model, act)
+
+
 @pytest.mark.parametrize(("exit_block", "urgent"), [(None, True), (0, False), (1, False), (2, True), (4, True)])
 def test_a_step_is_not_urgent_at_or_behind_the_block_where_its_token_may_leave(model, monkeypatch, exit_block, urgent):
     """This server begins with block 1. Where the exit lies inside its span, the client waits for a part of it."""

@@ -292,6 +292,7 @@ WRONG = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", WRONG)
 def test_a_wrong_answer_is_its_senders_fault_alone(kind):
     async def scenario(peers):
@@ -487,5 +488,31 @@ def test_who_stores_too_much_is_refused():
         refused = [answer for answer in answers if isinstance(answer, P2PHandlerError)]
         assert refused
         assert all("too many requests" in str(answer) for answer in refused)
+
+    play(scenario)
+
+
+def test_a_node_answers_others_only_while_they_can_reach_it():
+    async def scenario(peers):
+        first, one = [await peers.add() for _ in range(2)]
+        target = one.dht.p2p.peer_id
+
+        async def answers() -> bool:
+            return await first.dht.protocol.call_ping(target)
+
+        assert await answers()
+        await one.dht.serve_others(True)  # as before
+        assert await answers()
+        for _ in range(2):
+            await one.dht.serve_others(False)
+            assert one.dht.protocol.node_info.node_id == b""
+            assert not await answers()
+        for _ in range(2):
+            await one.dht.serve_others(True)
+            assert one.dht.protocol.node_info.node_id != b""
+            assert await answers()
+        assert await one.dht.store([("a", b"one", time.time() + LONG_S)]) == [True]
+        await one.dht.serve_others(False)
+        assert [found.payload for found in (await one.dht.find(["a"]))["a"]] == [b"one"]  # it may still ask
 
     play(scenario)

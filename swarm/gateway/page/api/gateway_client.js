@@ -36,8 +36,8 @@ export async function fetchSwarm() {
 }
 
 /**
- * The events of an answer as they come: `{kind: "text", text}`, `{kind: "finish", reason}` and the gateway's own events
- * (`route`, `lost`, `missing`, `recovered`, `done`).
+ * The events of an answer as they come: `{kind: "thought", text}`, `{kind: "text", text}`, `{kind: "finish", reason}` and
+ * the gateway's own events (`route`, `lost`, `missing`, `recovered`, `done`).
  *
  * Throws a GatewayError; an AbortError if `signal` was aborted.
  */
@@ -65,6 +65,8 @@ export async function* streamAnswer({ path, body }, signal) {
 function* readChunk(chunk) {
   if (chunk.error) throw new GatewayError("unavailable", toSentence(chunk.error.message ?? "The answer ended early"));
   const choice = chunk.choices?.[0];
+  const thought = choice?.delta?.reasoning_content;
+  if (typeof thought === "string" && thought !== "") yield { kind: "thought", text: thought };
   const text = choice?.delta?.content ?? choice?.text;
   if (typeof text === "string" && text !== "") yield { kind: "text", text };
   if (choice?.finish_reason) yield { kind: "finish", reason: choice.finish_reason };

@@ -61,6 +61,7 @@ export class AnswerRequest {
   #onEvent(event) {
     const { node } = this;
     if (event.kind === "text") node.text += event.text;
+    else if (event.kind === "thought") node.thought = (node.thought ?? "") + event.text;
     else if (event.kind === "finish") node.finish = event.reason;
     else if (event.kind === "route") node.route = readHops(event.hops) ?? node.route;
     else if (event.kind === "done") node.figures = readFigures(event);

@@ -78,7 +78,10 @@ export function restoreConversation(value) {
   const nodes = Object.entries(value.nodes);
   if (nodes.length > MAX_MESSAGES) return null;
   if (!nodes.every(([id, node]) => isNode(value, id, node)) || !isTree(value)) return null;
-  for (const [, node] of nodes) if (node.state === "running") node.state = "stopped";
+  for (const [, node] of nodes) {
+    if (node.state === "running") node.state = "stopped";
+    if (typeof node.thought !== "string") delete node.thought;
+  }
   const numbers = [value.created, value.updated].map((time) => (Number.isFinite(time) ? time : 0));
   const [title, model] = [value.title, value.model].map((text) => (typeof text === "string" ? text : ""));
   return { ...value, title, model, named: value.named === true, created: numbers[0], updated: numbers[1] };

@@ -18,7 +18,9 @@ export class MessageView {
     this.foot = element("div", { class: "foot" });
     this.facts = element("div", { class: "facts", role: "group", "aria-label": "How this was computed", hidden: true });
     const label = this.isUser ? "You" : `Answer${node.model ? ` of ${node.model}` : ""}`;
-    const parts = this.isUser ? [this.body, this.foot] : [this.body, this.notice, this.foot, this.facts];
+    this.thought = element("p");
+    this.thoughts = element("details", { class: "thoughts", hidden: true }, element("summary", { text: "Thoughts" }), this.thought);
+    const parts = this.isUser ? [this.body, this.foot] : [this.thoughts, this.body, this.notice, this.foot, this.facts];
     this.element = element("article", { class: `message ${node.role}`, "aria-label": label }, ...parts);
     this.markdown = this.isUser ? null : new MarkdownView(this.body);
     if (this.isUser) this.body.textContent = node.text;
@@ -31,6 +33,8 @@ export class MessageView {
     if (this.markdown) {
       this.element.setAttribute("aria-busy", String(node.state === "running"));
       this.markdown.update(node.text);
+      if (this.thought.textContent !== (node.thought ?? "")) this.thought.textContent = node.thought;
+      this.thoughts.hidden = !node.thought;
       this.#drawNotice(notice);
     }
     const facts = [node.state, version, node.figures, node.route, node.error, node.recoveries, node.finish];
@@ -44,14 +48,14 @@ export class MessageView {
   #drawNotice(notice) {
     const isWaiting = this.node.state === "running" && this.node.text === "" && !notice;
     const kind = notice?.kind ?? (isWaiting ? "waiting" : this.node.error ? "failed" : "");
-    const signature = JSON.stringify([kind, notice, this.node.error]);
+    const signature = JSON.stringify([kind, notice, this.node.error, Boolean(this.node.thought)]);
     if (signature === this.noticeSignature) return;
     this.noticeSignature = signature;
     this.notice.hidden = kind === "";
     this.notice.className = `notice ${kind}`;
     if (kind === "failed") this.notice.replaceChildren(...this.#failure());
     else if (kind) {
-      const text = notice?.text ?? "Waiting for the first words";
+      const text = notice?.text ?? (this.node.thought ? "Thinking" : "Waiting for the first words");
       this.notice.replaceChildren(waitingAnimation(), element("span", { text }));
     }
     if (kind === "failed") this.notice.setAttribute("role", "alert");

@@ -64,8 +64,9 @@ class PushLink:
         if self._broken:  # possibly before it was connected
             return False
         try:
-            async with asyncio.timeout(PUSH_CONNECT_TIMEOUT_S):
-                await self._connected.wait()
+            if not self._connected.is_set():
+                async with asyncio.timeout(PUSH_CONNECT_TIMEOUT_S):
+                    await self._connected.wait()
             if self._stream is None or self._broken:
                 return False
             async with asyncio.timeout(PUSH_TIMEOUT_S + len(payload) / MIN_BYTES_PER_S):

@@ -104,6 +104,7 @@ def test_sampled_texts_with_a_temperature_near_zero_are_greedy(client, local):
     assert found.equal(greedy(local, prompt()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("verify", [True, False])
 def test_a_server_is_lost_in_the_middle(folder, local, verify):
     events: list[Any] = []

@@ -144,6 +144,7 @@ def with_prompts(swarm: TestSwarm, folder: Path) -> dict[str, Any]:
     return {"tuning_mode": "deep_ptune", "pre_seq_len": 4}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("adapter", [with_lora, with_prompts])
 @pytest.mark.parametrize("exits", ["given up", "unverified"])
 @pytest.mark.parametrize("boundaries", [(), (1, 4)], ids=["whole spans", "cut spans"])
@@ -162,6 +163,7 @@ def test_caches_of_sessions_with_adapters(
             assert largest_difference(found, plain_caches(swarm, model, inputs, texts)) > REPLAY_TOLERANCE
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("exits", slow_except(["given up", "unverified"], "given up"))
 def test_caches_after_a_server_was_lost_in_the_middle(folder, exits):
     inputs = {"input_ids": prompt()}

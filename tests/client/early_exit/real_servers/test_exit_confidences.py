@@ -75,6 +75,7 @@ def write(model: Any, options: EarlyExit | None) -> tuple[list[list[int]], Count
     return texts, left
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("confidence", THRESHOLDS)
 def test_three_servers_write_what_one_server_writes(one, three, confidence):
     options = EarlyExit(confidence, THRESHOLDS[confidence], verify=False, fill="project")

@@ -206,6 +206,7 @@ def test_a_text_ends_where_an_early_token_ends_it(model):
     assert greedy(model, prompt(), eos_token_id=end, early_exit=project())[0].tolist() == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lost", [0, 3, 5])
 def test_a_server_is_killed_in_the_middle(swarm, model, lost):
     """What it was sent is replayed to the one that takes over, in full."""

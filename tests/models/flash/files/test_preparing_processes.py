@@ -107,6 +107,7 @@ def test_ctrl_c_leaves_finished_blocks_and_nothing_else(llama, tmp_path):
     assert_holds_block(open_packed(llama, tmp_path, 2), llama, torch.float32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("removed", ["the model's folder", "all folders"])
 def test_a_folder_that_vanishes_while_it_is_written(llama, tmp_path, removed):
     root = tmp_path / "root"
@@ -123,6 +124,7 @@ def test_a_folder_that_vanishes_while_it_is_written(llama, tmp_path, removed):
 WITHOUT_PRIVILEGES = ("setpriv", "--bounding-set=-dac_override,-dac_read_search") if os.geteuid() == 0 else ()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(bool(WITHOUT_PRIVILEGES) and not shutil.which("setpriv"), reason="root may write everywhere")
 @pytest.mark.parametrize("place", ["root", "folder", "file"])
 def test_a_folder_that_may_not_be_read_or_written(llama, tmp_path, place):
@@ -158,6 +160,7 @@ def test_nothing_is_removed_while_it_is_prepared(llama, tmp_path):
     assert stored_models(tmp_path) == []
 
 
+@pytest.mark.slow
 def test_two_preparations_at_once(llama, tmp_path, caplog):
     """The second one, which is this process, waits, says so, and writes only what the first one did not."""
     with preparing(llama, tmp_path, "1:3", 1) as first, ThreadPoolExecutor(1) as pool, caplog.at_level(logging.INFO):

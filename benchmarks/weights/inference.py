@@ -1,0 +1,85 @@
+"""What an upload costs the clients of the server that sends: milliseconds a token, with an upload and without."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.common.shapes import SHAPES, make_model
+from benchmarks.weights.links import LOOPBACK
+from benchmarks.weights.peers import FetchOrder, PeerProcess
+from swarm import AutoDistributedModelForCausalLM
+from swarm.cli.local_swarm import LocalSwarm
+from swarm.models.checkpoints.checkpoint import open_checkpoint
+from swarm.shared_weights.checkpoint_parts import CheckpointParts
+from swarm.shared_weights.upload_pace import BUSY_BYTES_PER_S
+
+NOTHING, FROM_SERVER, FROM_ANOTHER = "nothing", "the server", "another process of the machine"
+SENDERS = (NOTHING, FROM_SERVER, FROM_ANOTHER)
+PROMPT = 8
+
+
+@dataclass
+class Uploads:
+    """Milliseconds a token of each text, and MB/s that were sent meanwhile, by who sent."""
+
+    milliseconds: dict[str, list[float]] = field(default_factory=lambda: {one: [] for one in SENDERS})
+    rates: dict[str, list[float]] = field(default_factory=lambda: {one: [] for one in SENDERS})
+
+
+def measure_inference(shape: str, tokens: int, repeats: int, folder: Path) -> Uploads:
+    """A client generates while the server sends nothing, while it sends, and while another process sends as much.
+
+    The last shows what receiving costs here, where it happens on the sender's own processors.
+    """
+    found = Uploads()
+    model_folder = make_model(shape, folder)
+    spans = (f"0:{SHAPES[shape].num_hidden_layers}",)
+    options = ("--threads", "1", "--throughput", "1000", "--share-weights", "on")
+    with ExitStack() as ends:
+        environment = {"XDG_CACHE_HOME": str(folder / "cache")}
+        swarm = ends.enter_context(LocalSwarm(str(model_folder), spans, options=options, environment=environment))
+        checkpoint = open_checkpoint(model_folder)
+        digests = CheckpointParts(checkpoint).manifests().digests
+        server_id = swarm.servers[0].address().rpartition("/p2p/")[2]
+        other = PeerProcess(LOOPBACK)
+        ends.callback(other.close)
+        other.join().share(model_folder, checkpoint.name, BUSY_BYTES_PER_S)
+        model: Any = AutoDistributedModelForCausalLM.from_pretrained(model_folder, initial_peers=[swarm.address])
+        ends.callback(model.swarm.close)
+        ids = torch.arange(PROMPT)[None]
+        senders = {FROM_SERVER: (server_id, swarm.address), FROM_ANOTHER: (other.peer_id, other.address)}
+        receivers = {}
+        for name, (_, address) in senders.items():
+            receivers[name] = PeerProcess(LOOPBACK).join(address)
+            ends.callback(receivers[name].close)
+        with torch.inference_mode():
+            model.generate(ids, max_new_tokens=tokens, do_sample=False)
+            for number in range(repeats):
+                # Whoever is last finds the machine as the others left it: each comes first as often.
+                for name in SENDERS[number % len(SENDERS) :] + SENDERS[: number % len(SENDERS)]:
+                    root = Path(tempfile.mkdtemp(dir=folder))
+                    if name in senders:
+                        order = FetchOrder(senders[name][0], root, checkpoint.name, checkpoint.revision, digests)
+                        receivers[name].begin(order)
+                    began = time.perf_counter()
+                    model.generate(ids, max_new_tokens=tokens, do_sample=False)
+                    seconds = time.perf_counter() - began
+                    found.milliseconds[name].append(seconds / tokens * 1000)
+                    if name in senders:
+                        found.rates[name].append(receivers[name].stop() / seconds / 1e6)
+                    shutil.rmtree(root)
+    return found
+
+
+def slowdowns(found: Uploads, name: str) -> list[float]:
+    """How much slower a text is than the one of the same round without an upload; 0 is as fast."""
+    pairs = zip(found.milliseconds[name], found.milliseconds[NOTHING], strict=True)
+    return [slow / quick - 1 for slow, quick in pairs]

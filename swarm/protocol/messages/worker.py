@@ -1,0 +1,167 @@
+"""Messages between a ring's starter and its workers: pairing, what a device is, and what it has to do."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+
+from swarm.protocol.messages.fields import MAX_BLOCKS_PER_REQUEST, Count, Message, Text
+from swarm.protocol.messages.reachability import PeerId
+
+MAX_ADDRESSES = 8
+"""Addresses of one peer that a message may name."""
+
+MAX_HOLDERS = 32
+"""Peers from which a worker may receive weights: the workers of a ring, and its starter."""
+
+NONCE_BYTES = 32
+PROOF_BYTES = 32
+DIGEST_BYTES = 32
+
+Nonce = Annotated[bytes, msgspec.Meta(min_length=NONCE_BYTES, max_length=NONCE_BYTES)]
+Proof = Annotated[bytes, msgspec.Meta(max_length=PROOF_BYTES)]
+Label = Annotated[str, msgspec.Meta(pattern=r"\A[^\x00-\x1f\x7f-\x9f]{0,256}\Z")]
+"""A name that is shown, or part of a path: at most 256 characters, none of which controls a terminal."""
+Address = Annotated[str, msgspec.Meta(max_length=128, pattern=r"\A/[!-~]*\Z")]
+Addresses = Annotated[tuple[Address, ...], msgspec.Meta(max_length=MAX_ADDRESSES)]
+Bytes = Annotated[int, msgspec.Meta(ge=0, le=2**60)]
+Rate = Annotated[float, msgspec.Meta(gt=0, le=1e18)]
+Seconds = Annotated[float, msgspec.Meta(ge=0, le=3600)]
+Part = Annotated[str, msgspec.Meta(pattern=r"\A(?:[0-9]{1,4}|files|client)\Z")]
+"""A part of a model's weights: the number of a block, `files` or `client` (see `swarm.shared_weights`)."""
+Digest = Annotated[bytes, msgspec.Meta(min_length=DIGEST_BYTES, max_length=DIGEST_BYTES)]
+Digests = Annotated[dict[Part, Digest], msgspec.Meta(max_length=MAX_BLOCKS_PER_REQUEST + 2)]
+Block = Annotated[int, msgspec.Meta(ge=0, le=MAX_BLOCKS_PER_REQUEST)]
+DtypeName = Literal["float32", "bfloat16", "float16"]
+WorkerState = Literal["idle", "receiving", "starting", "online", "failed"]
+
+
+class WorkerChallenge(Message, frozen=True):
+    """The worker's first message on each stream: who opens it has to prove that it knows the pairing secret.
+
+    Without a secret the gate of a private swarm has proven already that it is a member.
+    """
+
+    nonce: Nonce
+    needs_secret: bool
+
+
+class PairRequest(Message, frozen=True):
+    """Asks to be the worker's starter. `proof` is that of `swarm.ring.pairing`, empty where no secret is needed."""
+
+    nonce: Nonce
+    proof: Proof
+    name: Label
+
+
+class Paired(Message, frozen=True):
+    """The worker takes its assignments from this peer and from no other."""
+
+
+class StillHere(Message, frozen=True):
+    """Sent by both sides every few seconds, so that each knows when the other has vanished."""
+
+
+class DescribeDevice(Message, frozen=True):
+    """Ask the worker what its device is."""
+
+
+class Holding(Message, frozen=True):
+    """The blocks [start, end) of a model that a worker is assigned now."""
+
+    model: Label
+    revision: Label
+    start: Block
+    end: Block
+
+
+class DeviceReport(Message, frozen=True):
+    """What a worker's device is.
+
+    Attributes:
+        name: shown to people.
+        device: such as "cpu, 4 threads", shown to people.
+        memory: bytes that blocks and cache may take, what the worker's own server holds now included.
+        disk: bytes free where weights are kept.
+        read_rates: for each dtype, bytes/s at which weights are read and multiplied in a decode step.
+        block_seconds: what a block costs for one token beyond its weights.
+        holding: what it is assigned now.
+    """
+
+    name: Label
+    device: Label
+    memory: Bytes
+    disk: Bytes
+    read_rates: Annotated[dict[DtypeName, Rate], msgspec.Meta(min_length=3)]
+    block_seconds: Seconds
+    holding: Holding | None = None
+
+
+class WeightHolder(Message, frozen=True):
+    """A peer that holds parts of the weights, and where it is dialed."""
+
+    peer_id: PeerId
+    addresses: Addresses
+
+
+class Assign(Message, frozen=True):
+    """Receive the weights of blocks [start, end), and serve them in the ring of these initial peers.
+
+    Attributes:
+        number: repeated in the events about this assignment.
+        model, revision, blocks: as `swarm.models.checkpoints.checkpoint` has them.
+        digests: of every part of the model. Nothing with another digest is used.
+        total_bytes: of the parts that the worker needs.
+        dtype, quant, cache_tokens: as the options of `swarm server`.
+        threads: torch threads; None for the worker's own choice.
+        initial_peers: where the ring is joined, with peer ids.
+        holders: from which weights may come, and which may ask this worker for them.
+    """
+
+    number: Count
+    model: Label
+    revision: Label
+    blocks: Annotated[int, msgspec.Meta(ge=1, le=MAX_BLOCKS_PER_REQUEST)]
+    start: Block
+    end: Block
+    digests: Digests
+    total_bytes: Bytes
+    dtype: Literal["auto", "float32", "bfloat16", "float16"]
+    quant: Literal["none", "int8", "nf4"]
+    cache_tokens: Annotated[int, msgspec.Meta(ge=1, le=2**40)]
+    threads: Annotated[int, msgspec.Meta(ge=1, le=4096)] | None
+    initial_peers: Annotated[Addresses, msgspec.Meta(min_length=1)]
+    holders: Annotated[tuple[WeightHolder, ...], msgspec.Meta(max_length=MAX_HOLDERS)]
+
+    def __post_init__(self) -> None:
+        if not self.start < self.end <= self.blocks:
+            raise ValueError(f"blocks {self.start}:{self.end} do not lie inside a model of {self.blocks}")
+
+
+class WorkerEvent(Message, frozen=True):
+    """What a worker does now.
+
+    Attributes:
+        number: of the assignment; 0 if there is none.
+        message: why it failed.
+        done, total: bytes of weights received, and asked for.
+        server_id: peer id of the server that runs, which may still be that of former blocks while others arrive.
+    """
+
+    state: WorkerState
+    number: Count
+    message: Text = ""
+    done: Bytes = 0
+    total: Bytes = 0
+    server_id: PeerId | None = None
+
+
+class Release(Message, frozen=True):
+    """End the assignment. With `unpair` also the pairing, so that another starter may come."""
+
+    unpair: bool
+
+
+class Released(Message, frozen=True):
+    """The assignment has ended: the server has left the ring, and its memory is free."""

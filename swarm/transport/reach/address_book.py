@@ -1,0 +1,34 @@
+"""Where other peers say that they can be dialed."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+from swarm.data_structures import Whereabouts
+
+MAX_PEERS = 8192
+"""Peers whose addresses are remembered; those of the peer that was learned of longest ago are forgotten first."""
+
+
+class AddressBook:
+    """The whereabouts of other peers, learned from their signed announcements.
+
+    Attributes:
+        outer_host: IP address under which this peer is seen; empty if it is not known.
+    """
+
+    def __init__(self) -> None:
+        self.outer_host = ""
+        self._known: OrderedDict[str, Whereabouts] = OrderedDict()
+
+    def learn(self, peer_id: str, whereabouts: Whereabouts) -> None:
+        """Remember what a peer has announced last."""
+        self._known[peer_id] = whereabouts
+        self._known.move_to_end(peer_id)
+        if len(self._known) > MAX_PEERS:
+            self._known.popitem(last=False)
+
+    def addresses_of(self, peer_id: str) -> tuple[str, ...]:
+        """The addresses at which this peer can dial another one, as far as it knows."""
+        known = self._known.get(peer_id)
+        return known.seen_from(self.outer_host) if known is not None else ()

@@ -1,0 +1,394 @@
+"""Parts of a model, from peers in memory into a store on disk."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+
+from swarm.errors import WeightsNotShared, WeightsUnavailable
+from swarm.models.checkpoints.checkpoint import open_checkpoint
+from swarm.models.checkpoints.part_folder import read_part_folder
+from swarm.protocol import messages
+from swarm.shared_weights import fetcher
+from swarm.shared_weights.checkpoint_parts import CheckpointParts
+from swarm.shared_weights.chunk_pipeline import MAX_WINDOW, MIN_WINDOW, next_window
+from swarm.shared_weights.holder import WeightsHolder
+from swarm.shared_weights.manifest import CLIENT, FILES, all_parts
+from swarm.shared_weights.part_store import PartStore, file_name
+from tests.shared_weights.peers import BLOCKS, NAME, make_checkpoint, network, run
+
+PARTS = all_parts(BLOCKS)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return make_checkpoint(tmp_path_factory.mktemp("model") / "model")
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory):
+    """Tensors of up to three chunks."""
+    return make_checkpoint(tmp_path_factory.mktemp("large") / "model", hidden=600)
+
+
+def store_for(checkpoint, root) -> PartStore:
+    manifest = CheckpointParts(checkpoint).manifests()
+    return PartStore.open(root, NAME, checkpoint.revision, BLOCKS, manifest.digests)
+
+
+def assert_same(checkpoint, store: PartStore, parts=PARTS) -> None:
+    """What was received is what there was."""
+    source = load_file(f"{checkpoint.source}/model.safetensors")
+    found = {name: tensor for part in parts if part != FILES for name, tensor in load_file(store.path(part)).items()}
+    assert found.keys() == {
+        name for name in source if (str(place[0]) if (place := checkpoint.locate(name)) else CLIENT) in parts
+    }
+    for name, tensor in found.items():
+        assert torch.equal(tensor, source[name]), name
+
+
+def test_what_was_received_is_a_checkpoint_of_the_same_name(checkpoint, tmp_path):
+    store = store_for(checkpoint, tmp_path)
+
+    async def scenario():
+        async with network() as swarm:
+            await swarm.add_holder("one", CheckpointParts(checkpoint))
+            await swarm.fetch(store, PARTS)
+
+    run(scenario())
+    assert store.held == set(PARTS)
+    assert_same(checkpoint, store)
+    received = open_checkpoint(store.folder)
+    assert (received.name, received.revision, received.blocks) == (NAME, checkpoint.revision, BLOCKS)
+    assert received.block_digests(0, BLOCKS) == checkpoint.block_digests(0, BLOCKS)
+    assert CheckpointParts(received).manifests() == CheckpointParts(checkpoint).manifests()
+
+
+def test_a_part_of_a_model_is_enough_for_its_blocks(checkpoint, tmp_path):
+    store = store_for(checkpoint, tmp_path)
+
+    async def scenario():
+        async with network() as swarm:
+            await swarm.add_holder("one", CheckpointParts(checkpoint))
+            await swarm.fetch(store, (FILES, "1"))
+
+    run(scenario())
+    received = open_checkpoint(store.folder)
+    assert received.block_digests(1, 2) == checkpoint.block_digests(1, 2)
+    assert received.block_digests(0, 2) is None
+    assert not (store.folder / file_name("0")).exists()
+
+
+def test_large_tensors_come_from_several_peers(large, tmp_path):
+    store = store_for(large, tmp_path)
+    asked: dict[str, int] = {}
+
+    async def scenario():
+        async with network() as swarm:
+            swarm.hub.delay = lambda source, target: 0.002
+            holders = [await swarm.add_holder(name, CheckpointParts(large)) for name in ("one", "two", "three")]
+            await swarm.fetch(store, PARTS)
+            asked.update({str(number): holder.sent_bytes for number, holder in enumerate(holders)})
+
+    run(scenario())
+    assert_same(large, store)
+    assert all(asked.values()), "each has sent something"
+    manifest = CheckpointParts(large).manifests()
+    assert sum(asked.values()) == manifest.size_bytes(PARTS), "nothing was sent twice"
+
+
+def test_progress_ends_with_all_bytes(large, tmp_path):
+    store, seen = store_for(large, tmp_path), []
+
+    async def scenario():
+        async with network() as swarm:
+            await swarm.add_holder("one", CheckpointParts(large))
+            await swarm.fetch(store, PARTS, seen.append)
+
+    run(scenario())
+    last = seen[-1]
+    assert last.done_bytes == last.total_bytes == CheckpointParts(large).manifests().size_bytes(PARTS)
+    assert last.parts_done == last.parts == len(PARTS)
+    assert [one.done_bytes for one in seen] == sorted(one.done_bytes for one in seen)
+
+
+@pytest.mark.parametrize("after", range(0, 20, 3))
+def test_a_transfer_that_was_broken_off_goes_on(large, tmp_path, after):
+    """Whatever had come is not sent again, and nothing half-written looks whole."""
+    digests = CheckpointParts(large).manifests()
+    sent = []
+
+    async def broken_off():
+        async with network() as swarm:
+            holder = await swarm.add_holder("one", CheckpointParts(large))
+            reached, count = asyncio.Event(), 0
+
+            def note(progress):
+                nonlocal count
+                count += 1
+                if count > after:
+                    reached.set()
+
+            fetching = asyncio.ensure_future(swarm.fetch(store_for(large, tmp_path), PARTS, note))
+            await reached.wait()
+            fetching.cancel()
+            await asyncio.gather(fetching, return_exceptions=True)
+            sent.append(holder.sent_bytes)
+
+    run(broken_off())
+    store = store_for(large, tmp_path)
+    for part in store.held - {FILES}:
+        assert_same(large, store, (part,))
+
+    async def goes_on():
+        async with network() as swarm:
+            holder = await swarm.add_holder("one", CheckpointParts(large))
+            await swarm.fetch(store, PARTS)
+            sent.append(holder.sent_bytes)
+
+    run(goes_on())
+    assert_same(large, store)
+    # At most what was under way when it was broken off comes a second time.
+    assert sum(sent) <= digests.size_bytes(PARTS) + (MAX_WINDOW + 1) * (1 << 20)
+
+
+def test_a_peer_that_sends_wrong_bytes_is_found_and_others_are_asked(large, tmp_path):
+    store, liars = store_for(large, tmp_path), set()
+
+    class Liar(CheckpointParts):
+        def read(self, part, item, chunk):
+            data = bytearray(super().read(part, item, chunk))
+            data[-1] ^= 1
+            return bytes(data)
+
+    async def scenario():
+        async with network() as swarm:
+            await swarm.add_holder("liar", Liar(large))
+            await swarm.add_holder("one", CheckpointParts(large))
+            await swarm.fetch(store, PARTS, liars=liars)
+
+    run(scenario())
+    assert liars == {"liar"}
+    assert_same(large, store)
+
+
+@pytest.mark.parametrize("what", ["manifest", "chunk_digests"])
+def test_a_peer_that_lies_about_digests_is_found(large, tmp_path, what):
+    store, liars = store_for(large, tmp_path), set()
+    honest = CheckpointParts(large)
+    manifest = honest.manifests()
+
+    async def lie(stream):
+        await stream.receive(0)
+        digests = {part: bytes.fromhex(one) for part, one in manifest.digests.items()}
+        await stream.send(messages.PartsFound(large.revision, BLOCKS, digests))
+        while True:
+            request = messages.decode_weights((await stream.receive(0)).header)
+            if isinstance(request, messages.GetManifest):
+                part = "0" if what == "manifest" else request.part
+                await stream.send(messages.PartData(), honest.manifest(part).encoded)
+            else:
+                await stream.send(messages.PartData(), b"\0" * len(honest.chunk_digests(request.part, request.item)))
+
+    async def scenario():
+        async with network() as swarm:
+            await swarm.add("liar", lie)
+            await swarm.add_holder("one", CheckpointParts(large))
+            await swarm.fetch(store, ("2", "1"), liars=liars)
+
+    run(scenario())
+    assert liars == {"liar"}
+    assert_same(large, store, ("1", "2"))
+
+
+def test_a_peer_that_is_lost_is_replaced(large, tmp_path):
+    store = store_for(large, tmp_path)
+
+    async def scenario():
+        async with network() as swarm:
+            await swarm.add_holder("first", CheckpointParts(large))
+            killed = False
+
+            def kill(progress):
+                nonlocal killed
+                if progress.done_bytes and not killed:
+                    killed = True
+                    swarm.hub.kill("first")
+
+            fetching = asyncio.ensure_future(swarm.fetch(store, PARTS, kill))
+            await swarm.add_holder("second", CheckpointParts(large))
+            await fetching
+            assert killed
+
+    run(scenario())
+    assert_same(large, store)
+
+
+def test_with_holders_that_do_not_share_it_says_so_at_once(checkpoint, tmp_path):
+    store = store_for(checkpoint, tmp_path)
+
+    async def refuse(stream):
+        await stream.receive(0)
+        await stream.send(messages.refusal(WeightsNotShared("this server does not share its weights")))
+
+    async def scenario():
+        async with network() as swarm:
+            await swarm.add("one", refuse)
+            with pytest.raises(WeightsUnavailable, match=r"does not share its weights.*--share-weights on"):
+                await asyncio.wait_for(swarm.fetch(store, PARTS), 5)
+
+    run(scenario())
+
+
+def test_a_holder_that_still_reads_its_weights_is_waited_for(checkpoint, tmp_path, monkeypatch):
+    monkeypatch.setattr(fetcher, "RETRY_S", 0.05)
+    store, go_on = store_for(checkpoint, tmp_path), threading.Event()
+
+    class Slow(CheckpointParts):
+        def manifest(self, part, on_hashed=lambda size: None):
+            go_on.wait()
+            return super().manifest(part, on_hashed)
+
+    async def scenario():
+        async with network() as swarm:
+            holder = WeightsHolder(Slow(checkpoint))
+            preparing = asyncio.ensure_future(holder.prepare())
+            refused = asyncio.Event()
+
+            async def serve(stream):
+                if go_on.is_set():
+                    await preparing
+                try:
+                    await holder.serve(stream)
+                finally:
+                    refused.set()
+
+            await swarm.add("one", serve)
+            fetching = asyncio.ensure_future(swarm.fetch(store, PARTS))
+            await refused.wait()
+            go_on.set()
+            await fetching
+
+    run(scenario())
+    assert_same(checkpoint, store)
+
+
+def test_without_holders_it_says_so_at_once(checkpoint, tmp_path):
+    store = store_for(checkpoint, tmp_path)
+
+    async def scenario():
+        async with network() as swarm:
+            with pytest.raises(WeightsUnavailable, match="no peer is known"):
+                await asyncio.wait_for(swarm.fetch(store, PARTS), 5)
+
+    run(scenario())
+
+
+def test_peers_that_send_nothing_are_not_waited_for_without_end(checkpoint, tmp_path, monkeypatch):
+    monkeypatch.setattr(fetcher, "NO_PROGRESS_S", 0.1)
+    monkeypatch.setattr(fetcher, "RETRY_S", 0.05)
+    store = store_for(checkpoint, tmp_path)
+
+    async def silent(stream):
+        await stream.discard_incoming()
+
+    async def scenario():
+        async with network() as swarm:
+            await swarm.add("one", silent)
+            with pytest.raises(WeightsUnavailable, match="nothing has come"):
+                await swarm.fetch(store, PARTS)
+
+    run(scenario())
+
+
+def test_nothing_is_taken_that_no_digest_vouches_for(checkpoint, tmp_path):
+    store = PartStore.open(tmp_path, NAME, checkpoint.revision, BLOCKS, {})
+
+    async def scenario():
+        async with network() as swarm:
+            await swarm.add_holder("one", CheckpointParts(checkpoint))
+            with pytest.raises(WeightsUnavailable, match="nothing says what part files"):
+                await swarm.fetch(store, PARTS)
+
+    run(scenario())
+
+
+def test_files_that_name_code_are_refused_although_their_digest_is_right(tmp_path):
+    one = make_checkpoint(tmp_path / "model")
+    store = store_for(one, tmp_path)
+
+    class Offers(CheckpointParts):
+        @property
+        def _files(self):
+            return {"config.json": b'{"auto_map": {"AutoConfig": "evil.Config"}}'}
+
+    malicious = Offers(one)
+    store.digests[FILES] = malicious.manifest(FILES).digest
+
+    async def scenario():
+        async with network() as swarm:
+            await swarm.add_holder("one", malicious)
+            with pytest.raises(WeightsUnavailable, match=r"config\.json.*auto_map.*code does not travel"):
+                await swarm.fetch(store, (FILES,))
+
+    run(scenario())
+    assert FILES not in store.held
+    assert not (store.folder / "config.json").exists()
+
+
+@given(st.integers(MIN_WINDOW, MAX_WINDOW), st.floats(0, 1000))
+def test_the_window_changes_by_one_and_stays_within_its_bounds(window, seconds):
+    found = next_window(window, seconds)
+    assert MIN_WINDOW <= found <= MAX_WINDOW
+    assert abs(found - window) <= 1
+
+
+def test_a_quick_peer_is_asked_for_more_than_a_slow_one():
+    quick = slow = MIN_WINDOW
+    for _ in range(20):
+        quick, slow = next_window(quick, 0.01), next_window(slow, 5)
+    assert (quick, slow) == (MAX_WINDOW, MIN_WINDOW)
+
+
+def test_the_next_part_is_begun_while_chunks_are_under_way(large, tmp_path):
+    """No round trip is waited for between parts."""
+    store = store_for(large, tmp_path)
+    asked: list[str] = []
+
+    class Noting(CheckpointParts):
+        def manifest(self, part, *arguments):
+            asked.append(part)
+            return super().manifest(part, *arguments)
+
+        def read(self, part, item, chunk):
+            asked.append(f"chunk of {part}")
+            return super().read(part, item, chunk)
+
+    async def scenario():
+        async with network() as swarm:
+            swarm.hub.delay = lambda source, target: 0.01
+            await swarm.add_holder("one", Noting(large))
+            asked.clear()
+            await swarm.fetch(store, ("0", "1"))
+
+    run(scenario())
+    last = len(asked) - 1 - asked[::-1].index("chunk of 0")
+    assert asked.index("1") < last
+
+
+def test_manifests_that_come_at_once_are_all_noted(large, tmp_path):
+    found = CheckpointParts(large).manifests().parts
+    for number in range(20):
+        store = store_for(large, tmp_path / str(number))
+        with ThreadPoolExecutor() as threads:
+            for one in [threads.submit(store.add_manifest, part, found[part].encoded) for part in PARTS]:
+                one.result()
+        noted = read_part_folder(store.folder)
+        assert set(noted.weight_map) == set(store.weight_map) == set(large.weight_map)

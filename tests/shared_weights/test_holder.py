@@ -1,0 +1,184 @@
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from swarm.errors import CheckpointError, RemoteError, WeightsNotReady, WeightsNotShared
+from swarm.protocol import messages
+from swarm.shared_weights.checkpoint_parts import CheckpointParts
+from swarm.shared_weights.holder import WeightsHolder
+from swarm.shared_weights.holder_stream import HolderStream
+from swarm.shared_weights.manifest import MAX_MANIFEST_BYTES, all_parts
+from swarm.transport.memory import MemoryHub
+from tests import virtual_time
+from tests.shared_weights.peers import BLOCKS, NAME, make_checkpoint
+
+MAX_ANSWER_BYTES = MAX_MANIFEST_BYTES
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return make_checkpoint(tmp_path_factory.mktemp("model") / "model")
+
+
+@pytest.fixture
+def parts(checkpoint):
+    return CheckpointParts(checkpoint)
+
+
+def said_by(holder: WeightsHolder, *requests: messages.Message) -> list[messages.WeightsMessage]:
+    """What a holder answers to these, until it ends the stream or all are answered."""
+    answers: list[messages.WeightsMessage] = []
+
+    async def scenario() -> None:
+        hub = MemoryHub()
+        await hub.serve("holder", holder.serve)
+        stream = await hub.connect("peer", "holder")
+        for request in requests:
+            await stream.send(request)
+        try:
+            while len(answers) < len(requests):
+                answers.append(messages.decode_weights((await stream.receive(MAX_ANSWER_BYTES)).header))
+        except RemoteError:
+            pass
+        finally:
+            stream.close()
+            await hub.close()
+
+    virtual_time.run(scenario)
+    return answers
+
+
+def prepared(parts: CheckpointParts) -> WeightsHolder:
+    parts.manifests()
+    return WeightsHolder(parts)
+
+
+FIND = messages.FindParts(NAME, "")
+
+
+def test_it_says_what_it_has(parts, checkpoint):
+    digests = {part: bytes.fromhex(one) for part, one in parts.manifests().digests.items()}
+    found = messages.PartsFound(checkpoint.revision, BLOCKS, digests)
+    assert set(digests) == set(all_parts(BLOCKS))
+    assert said_by(prepared(parts), FIND) == [found]
+    assert said_by(prepared(parts), messages.FindParts(NAME, checkpoint.revision)) == [found]
+
+
+@pytest.mark.parametrize("first", [messages.FindParts("other", ""), messages.FindParts(NAME, "other")])
+def test_other_models_and_revisions_are_not_shared(parts, first):
+    (answer,) = said_by(prepared(parts), first, messages.GetManifest("0"))
+    assert answer.code == "weights_not_shared"
+
+
+@pytest.mark.parametrize(
+    ("request_", "code"),
+    [
+        (messages.GetManifest(str(BLOCKS)), "weights_not_shared"),
+        (messages.GetChunk("9999", 0, 0), "weights_not_shared"),
+        (messages.GetChunkDigests("0", 9), "request_refused"),
+        (messages.GetChunk("0", 9, 0), "request_refused"),
+        (messages.GetChunk("0", 2**31 - 1, 0), "request_refused"),
+        (messages.GetChunk("0", 0, 1), "request_refused"),
+        (messages.GetChunk("0", 0, 2**31 - 1), "request_refused"),
+        (messages.FindParts(NAME, ""), "protocol_violation"),
+        (messages.PartsFound("main", 1, {}), "protocol_violation"),
+        (messages.PartData(), "protocol_violation"),
+        (messages.InfoRequest(), "protocol_violation"),
+    ],
+)
+def test_what_is_refused_ends_the_stream(parts, request_, code):
+    answers = said_by(prepared(parts), FIND, messages.GetManifest("0"), request_, messages.GetManifest("0"))
+    assert [type(one) for one in answers] == [messages.PartsFound, messages.PartData, messages.Refusal]
+    assert answers[-1].code == code
+
+
+@pytest.mark.parametrize("first", [messages.GetManifest("0"), messages.GetChunk("0", 0, 0), messages.PartData()])
+def test_it_is_asked_first_which_parts_there_are(parts, first):
+    (answer,) = said_by(prepared(parts), first, FIND)
+    assert answer.code == "protocol_violation"
+
+
+def test_a_request_has_no_payload(parts):
+    async def scenario() -> None:
+        hub = MemoryHub()
+        await hub.serve("holder", prepared(parts).serve)
+        stream = await hub.connect("peer", "holder")
+        await stream.send(FIND, b"x")
+        answer = messages.decode_weights((await stream.receive(0)).header)
+        assert answer.code == "protocol_violation"
+        await hub.close()
+
+    virtual_time.run(scenario)
+
+
+def test_before_it_has_looked_it_asks_for_patience(parts):
+    """At 4e50066 a server that was still loading was taken for one that shares nothing."""
+    (answer,) = said_by(WeightsHolder(parts), FIND)
+    assert answer.code == WeightsNotReady.code
+
+
+def test_a_part_that_cannot_be_read_is_not_offered_and_others_are(parts, monkeypatch):
+    real = parts.manifest
+
+    def manifest(part: str, *arguments: object):
+        if part == "1":
+            raise CheckpointError("the drive has failed")
+        return real(part, *arguments)
+
+    monkeypatch.setattr(parts, "manifest", manifest)
+    holder = WeightsHolder(parts)
+    asyncio.run(holder.prepare())
+    (found,) = said_by(holder, FIND)
+    assert set(found.digests) == set(all_parts(BLOCKS)) - {"1"}
+
+
+def test_what_cannot_be_looked_at_is_not_waited_for(checkpoint):
+    class Broken(CheckpointParts):
+        @property
+        def held(self):
+            raise CheckpointError("there is no index")
+
+    holder = WeightsHolder(Broken(checkpoint))
+    with pytest.raises(CheckpointError):
+        asyncio.run(holder.prepare())
+    (found,) = said_by(holder, FIND)
+    assert found.digests == {}
+
+
+def test_parts_that_came_later_are_shared_on_new_streams(parts, checkpoint):
+    async def scenario() -> None:
+        hub = MemoryHub()
+        holder = WeightsHolder(parts)
+        await holder.prepare()
+        await hub.serve("holder", holder.serve)
+        old = HolderStream(await hub.connect("peer", "holder"))
+        await old.find(NAME, "")
+        holder.parts = CheckpointParts(checkpoint)
+        holder.parts.manifest("0")
+        assert await old.manifest("2") == parts.manifest("2").encoded
+        new = HolderStream(await hub.connect("peer", "holder"))
+        assert set((await new.find(NAME, "")).digests) == {"0"}
+        await hub.close()
+
+    virtual_time.run(scenario)
+
+
+def test_what_was_sent_is_counted(parts):
+    holder = prepared(parts)
+    ask = messages.GetManifest("0")
+    said_by(holder, FIND, ask, messages.GetChunk("0", 0, 0), messages.GetChunk("0", 1, 0), ask)
+    items = parts.manifest("0").items
+    assert holder.sent_bytes == items[0].size + items[1].size
+
+
+def test_a_model_that_is_not_asked_for_by_its_name_is_not_found(parts):
+    async def scenario() -> None:
+        hub = MemoryHub()
+        await hub.serve("holder", prepared(parts).serve)
+        with pytest.raises(WeightsNotShared, match=f"shares {NAME}"):
+            await HolderStream(await hub.connect("peer", "holder")).find(NAME.upper(), "")
+        await hub.close()
+
+    virtual_time.run(scenario)

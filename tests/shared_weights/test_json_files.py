@@ -1,0 +1,55 @@
+"""The files of a model that travel: no code, no paths, nothing too large."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from swarm.errors import CheckpointError
+from swarm.models.checkpoints.checkpoint import open_checkpoint
+from swarm.shared_weights.json_files import MAX_FILE_BYTES, MAX_TEMPLATE_BYTES, file_problem, offered_files
+from tests.shared_weights.peers import make_checkpoint
+
+
+@pytest.fixture
+def folder(tmp_path):
+    make_checkpoint(tmp_path / "model")
+    (tmp_path / "model" / "tokenizer_config.json").write_text('{"chat_template": "old", "name_or_path": "/home/me"}')
+    return tmp_path / "model"
+
+
+@pytest.mark.parametrize("field", ["auto_map", "custom_pipelines", "custom_generate"])
+@pytest.mark.parametrize("name", MAX_FILE_BYTES)
+def test_code_is_refused_wherever_it_stands(name, field):
+    for value in ({field: {}}, {"a": {field: 1}}, {"a": [{"b": [{field: None}]}]}):
+        assert field in file_problem(name, json.dumps(value).encode())
+
+
+@pytest.mark.parametrize("name", ["../config.json", "model.py", "chat_template.jinja", "/etc/passwd", ""])
+def test_no_other_file_travels(name):
+    assert "no file of this name" in file_problem(name, b"{}")
+
+
+@pytest.mark.parametrize("data", [b"", b"[]", b"1", b"{", b"\xff", b"[" * 100_000, '{"a": 1}'.encode("utf-16")])
+def test_what_is_no_object_in_json(data):
+    assert file_problem("tokenizer.json", data)
+
+
+def test_a_template_in_a_file_of_its_own_is_the_one_that_travels(folder):
+    """As where it came from: transformers prefers the file to the field."""
+    (folder / "chat_template.jinja").write_text("new")
+    found = offered_files(open_checkpoint(folder))
+    assert json.loads(found["tokenizer_config.json"]) == {"chat_template": "new"}
+    assert "chat_template.jinja" not in found
+
+
+def test_a_template_that_is_too_large_is_not_cut(folder):
+    (folder / "chat_template.jinja").write_text("x" * (MAX_TEMPLATE_BYTES + 1))
+    with pytest.raises(CheckpointError, match=r"chat_template\.jinja.*more than"):
+        offered_files(open_checkpoint(folder))
+
+
+def test_paths_are_left_out_and_refused(folder):
+    assert json.loads(offered_files(open_checkpoint(folder))["tokenizer_config.json"]) == {"chat_template": "old"}
+    assert "names a path" in file_problem("tokenizer_config.json", b'{"vocab_file": "/etc/passwd"}')

@@ -1,0 +1,174 @@
+from __future__ import annotations
+
+import contextlib
+import hashlib
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from swarm.errors import ProtocolViolation
+from swarm.models.checkpoints.checkpoint import MAX_TENSOR_NAME_CHARACTERS
+from swarm.models.checkpoints.config_limits import MAX_BLOCKS
+from swarm.models.checkpoints.safetensors_header import DTYPES, size_of
+from swarm.shared_weights.manifest import (
+    CHUNK_BYTES,
+    CLIENT,
+    FILES,
+    MAX_ITEM_BYTES,
+    MAX_ITEMS,
+    MAX_MANIFEST_BYTES,
+    Item,
+    ModelManifest,
+    PartManifest,
+    all_parts,
+    chunk_digest,
+    is_part,
+    item_digest,
+    parts_of_blocks,
+)
+
+DIGEST = bytes(32)
+TENSOR = ["layer.weight", "F32", [2, 3], 24, DIGEST]
+FILE = ["config.json", "", [], 7, DIGEST]
+
+names = st.text(min_size=1, max_size=30)
+sha256 = st.binary(min_size=32, max_size=32)
+tensors = st.builds(
+    lambda name, dtype, shape, digest: Item(name, dtype, tuple(shape), size_of(dtype, shape), digest),
+    names,
+    st.sampled_from(sorted(DTYPES)),
+    st.lists(st.integers(0, 64), max_size=4),
+    sha256,
+)
+files = st.builds(lambda name, size, digest: Item(name, "", (), size, digest), names, st.integers(0, 1 << 30), sha256)
+
+
+def listed(items: st.SearchStrategy[Item]) -> st.SearchStrategy[tuple[Item, ...]]:
+    return st.lists(items, max_size=6, unique_by=lambda item: item.name).map(tuple)
+
+
+def decoded_or_refused(part: str, data: bytes) -> None:
+    """Nothing but a manifest or a `ProtocolViolation` comes out, whatever goes in."""
+    with contextlib.suppress(ProtocolViolation):
+        assert isinstance(PartManifest.decode(part, data), PartManifest)
+
+
+def changed(item: list[object], place: int, value: object) -> bytes:
+    return msgspec.msgpack.encode([[*item[:place], value, *item[place + 1 :]]])
+
+
+@given(st.sampled_from([CLIENT, "0", "17"]), listed(tensors))
+def test_tensors_arrive_as_they_were(part, items):
+    manifest = PartManifest(items)
+    found = PartManifest.decode(part, manifest.encoded)
+    assert found == manifest
+    assert (found.encoded, found.digest) == (manifest.encoded, manifest.digest)
+    assert found.size_bytes == sum(item.size for item in items)
+
+
+@given(listed(files))
+def test_files_arrive_as_they_were(items):
+    assert PartManifest.decode(FILES, PartManifest(items).encoded) == PartManifest(items)
+
+
+@given(listed(tensors), st.data())
+def test_another_item_makes_another_digest(items, data):
+    more = data.draw(tensors.filter(lambda one: one.name not in {item.name for item in items}))
+    assert PartManifest(items).digest != PartManifest((*items, more)).digest
+
+
+@given(st.sampled_from([FILES, CLIENT, "0"]), st.binary(max_size=200))
+def test_garbage_never_raises_anything_else(part, data):
+    decoded_or_refused(part, data)
+
+
+@given(st.sampled_from([FILES, CLIENT, "0"]), listed(tensors | files), st.data())
+def test_a_damaged_manifest_never_raises_anything_else(part, items, data):
+    encoded = bytearray(PartManifest(items).encoded)
+    encoded[data.draw(st.integers(0, len(encoded) - 1))] = data.draw(st.integers(0, 255))
+    decoded_or_refused(part, bytes(encoded))
+    decoded_or_refused(part, bytes(encoded[: data.draw(st.integers(0, len(encoded)))]))
+
+
+values = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats() | st.text() | st.binary(),
+    lambda inner: st.lists(inner, max_size=6),
+    max_leaves=12,
+)
+
+
+@given(st.sampled_from([FILES, CLIENT, "0"]), values)
+def test_any_values_never_raise_anything_else(part, value):
+    decoded_or_refused(part, msgspec.msgpack.encode(value))
+
+
+def test_the_samples_are_right_before_they_are_spoiled():
+    assert PartManifest.decode("0", changed(TENSOR, 3, 24)).items[0].shape == (2, 3)
+    assert PartManifest.decode(FILES, changed(FILE, 3, 7)).items[0].name == "config.json"
+
+
+@pytest.mark.parametrize(
+    ("part", "data", "why"),
+    [
+        pytest.param("0", changed(TENSOR, 3, 25), "does not follow", id="too large for its shape"),
+        pytest.param("0", changed(TENSOR, 3, 0), "does not follow", id="too small for its shape"),
+        pytest.param(CLIENT, changed(TENSOR, 2, [1 << 48] * 16), "does not follow", id="shape of a huge tensor"),
+        pytest.param("0", changed(TENSOR, 1, "F31"), "unknown dtype", id="unknown dtype"),
+        pytest.param("0", msgspec.msgpack.encode([FILE]), "unknown dtype", id="file among tensors"),
+        pytest.param(FILES, msgspec.msgpack.encode([TENSOR]), "is no file", id="tensor among files"),
+        pytest.param(FILES, changed(FILE, 2, [7]), "is no file", id="file with a shape"),
+        pytest.param("0", msgspec.msgpack.encode([TENSOR, TENSOR]), "occurs twice", id="a tensor twice"),
+        pytest.param(FILES, msgspec.msgpack.encode([FILE, FILE]), "occurs twice", id="a file twice"),
+        pytest.param("0", changed(TENSOR, 0, ""), "length", id="no name"),
+        pytest.param("0", changed(TENSOR, 0, "n" * (MAX_TENSOR_NAME_CHARACTERS + 1)), "length", id="long name"),
+        pytest.param("0", changed(TENSOR, 2, [-2, -3]), ">= 0", id="negative shape"),
+        pytest.param("0", changed(TENSOR, 2, [1] * 17), "length", id="too many dimensions"),
+        pytest.param(FILES, changed(FILE, 3, -1), ">= 0", id="negative size"),
+        pytest.param(FILES, changed(FILE, 3, MAX_ITEM_BYTES + 1), "<=", id="size beyond any"),
+        pytest.param(FILES, changed(FILE, 4, bytes(31)), "length", id="short digest"),
+        pytest.param(FILES, changed(FILE, 4, bytes(33)), "length", id="long digest"),
+        pytest.param(FILES, msgspec.msgpack.encode([[*FILE, 1]]), "length", id="more fields"),
+        pytest.param(FILES, msgspec.msgpack.encode([FILE[:-1]]), "length", id="fewer fields"),
+        pytest.param(FILES, msgspec.msgpack.encode([FILE]) + b"\0", "trailing", id="something behind it"),
+        pytest.param(FILES, msgspec.msgpack.encode([FILE] * (MAX_ITEMS + 1)), "length", id="too many items"),
+        pytest.param(FILES, b"\xdd\xff\xff\xff\xff", "length", id="four thousand million items announced"),
+        pytest.param(FILES, bytes(MAX_MANIFEST_BYTES + 1), "too large", id="too many bytes"),
+    ],
+)
+def test_what_is_no_manifest(part, data, why):
+    with pytest.raises(ProtocolViolation, match=why):
+        PartManifest.decode(part, data)
+
+
+@given(st.integers(0, 5 * CHUNK_BYTES))
+def test_chunks_cover_an_item_once(size):
+    item = Item("a", "", (), size, DIGEST)
+    ranges = [item.chunk_range(chunk) for chunk in range(item.chunks)]
+    assert sum(length for _, length in ranges) == size
+    assert [offset for offset, _ in ranges] == [chunk * CHUNK_BYTES for chunk in range(item.chunks)]
+    assert all(0 < length <= CHUNK_BYTES for _, length in ranges)
+
+
+def test_digests_are_trees_of_height_two():
+    data = b"x" * (CHUNK_BYTES + 1)
+    chunks = chunk_digest(data[:CHUNK_BYTES]) + chunk_digest(data[CHUNK_BYTES:])
+    assert chunks == hashlib.sha256(data[:CHUNK_BYTES]).digest() + hashlib.sha256(b"x").digest()
+    assert item_digest(chunks) == hashlib.sha256(chunks).digest()
+
+
+def test_the_parts_of_a_model():
+    assert all_parts(2) == (FILES, CLIENT, "0", "1")
+    assert parts_of_blocks(1, 3) == (FILES, "1", "2")
+    assert all(is_part(part, 2) for part in all_parts(2))
+    assert not any(is_part(part, 2) for part in ("2", "", "00", "-1", "1\n", "../x", "Files", "١", "10000"))
+    assert all(map(is_part, all_parts(MAX_BLOCKS)))
+    assert not is_part(str(MAX_BLOCKS))
+
+
+def test_the_manifests_of_a_model():
+    one = PartManifest((Item("a", "", (), 7, DIGEST),))
+    found = ModelManifest("m", "r", 1, {FILES: one, "0": PartManifest(())})
+    assert found.digests == {FILES: one.digest, "0": PartManifest(()).digest}
+    assert found.size_bytes([FILES, "0"]) == 7

@@ -1,0 +1,461 @@
+"""Requests to dial back, and those who ask for it, in memory. Times are virtual."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from swarm.errors import DialerBusy, PeerLost, ProtocolViolation, RemoteError, RequestRefused, ServerFault
+from swarm.protocol import messages
+from swarm.protocol.framing import encode_prefix
+from swarm.protocol.messages import DialBackReply, DialBackRequest
+from swarm.protocol.messages.reachability import MAX_PORTS
+from swarm.transport.memory import stream_pair
+from swarm.transport.reach.dial_back import (
+    ASK_TIMEOUT_S,
+    BURST,
+    BURST_OF_NETWORK,
+    REFILL_OF_NETWORK_PER_S,
+    REQUEST_TIMEOUT_S,
+    DialBack,
+    ask,
+    host_of,
+)
+from swarm.transport.reach.verdict import DialReport
+from tests import virtual_time
+
+HOST = "81.2.69.142"
+FROM = f"/ip4/{HOST}/tcp/50123"
+RELAY = "QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
+BEHIND_RELAYS = [
+    f"/ip4/8.8.8.8/tcp/31337/p2p/{RELAY}/p2p-circuit",
+    f"/ip4/8.8.8.8/tcp/31337/p2p/{RELAY}/p2p-circuit/p2p/{RELAY}",
+    f"/ip6/2a02:8071:b783::1/tcp/31337/p2p/{RELAY}/p2p-circuit",
+    f"/p2p/{RELAY}/p2p-circuit",
+    "/p2p-circuit",
+]
+
+
+class Dials:
+    """Stands in for `Dialer`: notes who is dialed where, and answers at some ports, or after some time."""
+
+    def __init__(self, *reached: int, seconds: float = 0.0) -> None:
+        self.dialed: list[tuple[str, str]] = []
+        self._reached = reached
+        self._seconds = seconds
+
+    async def dial(self, peer_id: str, address: str) -> None:
+        self.dialed.append((peer_id, address))
+        await asyncio.sleep(self._seconds)
+        if int(address.rpartition("/")[2]) not in self._reached:
+            raise PeerLost("nobody answers there")
+
+
+class Exchange:
+    """A peer "home" that asks, and one that dials back."""
+
+    def __init__(self, dials: Dials, *on_notice: Any) -> None:
+        self.dials = dials
+        self._answers: Any = DialBack(dials, *on_notice)
+
+    async def request(self, ports: list[int], address: str = FROM) -> DialReport:
+        ours, theirs = stream_pair("home", "judge")
+        report, _ = await asyncio.gather(ask(ours, ports), self._answers.serve(theirs, address))
+        return report
+
+    async def is_refused(self, ports: list[int], address: str = FROM) -> bool:
+        try:
+            await self.request(ports, address)
+        except RequestRefused:
+            return True
+        return False
+
+    async def serve(self, frame: bytes | None, ends: bool = True) -> None:
+        """Answer what comes as these bytes, and nothing after them."""
+        ours, theirs = stream_pair("home", "judge")
+        if frame is not None:
+            ours._writer.write(frame)
+        if ends:
+            ours.close()
+        await self._answers.serve(theirs, FROM)
+
+
+def framed(header: bytes, payload: int = 0) -> bytes:
+    return encode_prefix(len(header), payload) + header + bytes(payload)
+
+
+def run(scenario: Awaitable[None]) -> None:
+    async def whole() -> None:
+        await scenario
+
+    virtual_time.run(whole)
+
+
+def test_the_ports_that_answer_are_reported_with_the_address_from_which_the_request_comes():
+    async def scenario():
+        exchange = Exchange(Dials(80, 31337))
+        assert await exchange.request([31337, 22, 80]) == DialReport(HOST, frozenset({80, 31337}))
+        assert await exchange.request([22]) == DialReport(HOST, frozenset())
+
+    run(scenario())
+
+
+def test_nobody_but_who_asks_is_dialed_and_nowhere_but_where_the_request_comes_from():
+    async def scenario():
+        exchange = Exchange(Dials())
+        await exchange.request([31337, 22])
+        await exchange.request([31337], "/ip6/2a02:8071:b783::1/tcp/50123")
+        assert exchange.dials.dialed == [
+            ("home", f"/ip4/{HOST}/tcp/31337"),
+            ("home", f"/ip4/{HOST}/tcp/22"),
+            ("home", "/ip6/2a02:8071:b783::1/tcp/31337"),
+        ]
+
+    run(scenario())
+
+
+def test_all_ports_are_dialed_at_the_same_time():
+    async def scenario():
+        exchange = Exchange(Dials(1, 2, 3, 4, seconds=4.0))
+        before = asyncio.get_running_loop().time()
+        assert await exchange.request([1, 2, 3, 4]) == DialReport(HOST, frozenset({1, 2, 3, 4}))
+        assert asyncio.get_running_loop().time() - before == 4.0
+
+    run(scenario())
+
+
+def test_a_peer_that_could_not_be_dialed_because_others_were_is_refused_and_not_called_unreachable():
+    class Busy(Dials):
+        async def dial(self, peer_id: str, address: str) -> None:
+            if address.endswith("/31337"):
+                raise DialerBusy("the time was spent on others")
+            await super().dial(peer_id, address)
+
+    async def scenario():
+        with pytest.raises(RequestRefused, match="busy dialing others back; ask another peer"):
+            await Exchange(Busy(22)).request([22, 31337])
+
+    run(scenario())
+
+
+def test_a_port_that_is_named_four_times_is_dialed_once():
+    async def scenario():
+        exchange = Exchange(Dials(31337))
+        assert await exchange.request([31337] * 4) == DialReport(HOST, frozenset({31337}))
+        assert exchange.dials.dialed == [("home", f"/ip4/{HOST}/tcp/31337")]
+
+    run(scenario())
+
+
+def test_who_names_no_port_only_learns_from_where_it_is_seen_as_often_as_it_likes():
+    async def scenario():
+        exchange = Exchange(Dials())
+        for _ in range(100):
+            assert await exchange.request([]) == DialReport(HOST, frozenset())
+        assert exchange.dials.dialed == []
+        assert not await exchange.is_refused([1] * MAX_PORTS)  # all of that cost nothing
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("address", [*BEHIND_RELAYS, "/dns4/localhost/tcp/22", "/unix/tmp/socket"])
+@pytest.mark.parametrize("ports", [[], [31337]])
+def test_who_comes_through_a_relay_is_refused(address, ports):
+    async def scenario():
+        exchange = Exchange(Dials(31337))
+        with pytest.raises(RequestRefused, match="through a relay"):
+            await exchange.request(ports, address)
+        assert exchange.dials.dialed == []
+
+    run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("address", "host"),
+    [
+        (FROM, HOST),
+        (f"{FROM}/p2p/{RELAY}", HOST),
+        ("/ip4/192.168.0.7/udp/1/quic", "192.168.0.7"),
+        ("/ip6/2a02:8071:b783::1/tcp/1", "2a02:8071:b783::1"),
+    ],
+)
+def test_from_where_a_peer_comes(address, host):
+    assert host_of(address) == host
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        pytest.param(msgspec.msgpack.encode(["DialBackRequest", [1] * (MAX_PORTS + 1)]), id="five ports"),
+        pytest.param(msgspec.msgpack.encode(["DialBackRequest", [1] * 10_000]), id="ten thousand ports"),
+        pytest.param(msgspec.msgpack.encode(["DialBackRequest", [0]]), id="port 0"),
+        pytest.param(msgspec.msgpack.encode(["DialBackRequest", [65536]]), id="port beyond any"),
+        pytest.param(msgspec.msgpack.encode(["DialBackRequest", [-1]]), id="negative port"),
+        pytest.param(msgspec.msgpack.encode(["DialBackRequest", [True]]), id="port is a truth value"),
+        pytest.param(msgspec.msgpack.encode(["DialBackRequest", ["22"]]), id="port as text"),
+        pytest.param(msgspec.msgpack.encode(["DialBackRequest", [22.5]]), id="fractional port"),
+        pytest.param(msgspec.msgpack.encode(["DialBackRequest", None]), id="no ports"),
+        pytest.param(msgspec.msgpack.encode(["DialBackRequest", [22], "8.8.8.8"]), id="with a host to be dialed"),
+        pytest.param(messages.encode(DialBackReply(HOST, [22])), id="a reply"),
+        pytest.param(messages.encode(messages.Refusal("busy", "go away")), id="a refusal"),
+        pytest.param(messages.encode(messages.InfoRequest()), id="another protocol's message"),
+        pytest.param(b"", id="empty"),
+        pytest.param(b"\xc1\xff\x00", id="garbage"),
+    ],
+)
+def test_what_is_no_request_to_dial_back(header):
+    async def scenario():
+        exchange = Exchange(Dials())
+        with pytest.raises(ProtocolViolation):
+            await exchange.serve(framed(header))
+        assert exchange.dials.dialed == []
+
+    run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("frame", "error"),
+    [
+        pytest.param(framed(messages.encode(DialBackRequest([22])), payload=1), ProtocolViolation, id="with a payload"),
+        pytest.param(encode_prefix(2**31, 0), ProtocolViolation, id="a header of two gigabytes"),
+        pytest.param(framed(messages.encode(DialBackRequest([22])))[:-1], PeerLost, id="cut"),
+        pytest.param(b"", PeerLost, id="nothing"),
+    ],
+)
+def test_what_is_no_frame_of_a_request(frame, error):
+    async def scenario():
+        exchange = Exchange(Dials())
+        with pytest.raises(error):
+            await exchange.serve(frame)
+        assert exchange.dials.dialed == []
+
+    run(scenario())
+
+
+@pytest.mark.parametrize(
+    "notice", [messages.UnreachableNotice("somebody"), messages.LookAgain(), messages.ForgetConnections()], ids=repr
+)
+def test_a_notice_is_handed_on_and_nobody_is_dialed(notice):
+    async def scenario():
+        taken: list[object] = []
+
+        async def take(message: object, sender: str, address: str) -> None:
+            taken.append((message, sender, address))
+
+        exchange = Exchange(Dials(), take)
+        await exchange.serve(framed(messages.encode(notice)))
+        assert taken == [(notice, "home", FROM)]
+        assert exchange.dials.dialed == []
+        await Exchange(Dials()).serve(framed(messages.encode(notice)))  # where nobody wants to know, nothing happens
+
+    run(scenario())
+
+
+@given(st.binary(max_size=60))
+def test_garbage_has_nobody_dialed(data):
+    async def scenario():
+        exchange = Exchange(Dials())
+        with pytest.raises((PeerLost, ProtocolViolation)):
+            await exchange.serve(data)
+        assert exchange.dials.dialed == []
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("frame", [None, encode_prefix(10, 0) + b"\x92"], ids=["nothing", "half a frame"])
+def test_who_opens_a_stream_and_is_silent_is_not_waited_for(frame):
+    async def scenario():
+        with pytest.raises(PeerLost):
+            await Exchange(Dials()).serve(frame, ends=False)
+        assert asyncio.get_running_loop().time() == REQUEST_TIMEOUT_S
+
+    run(scenario())
+
+
+def test_a_flood_from_one_network_is_refused_and_others_are_still_answered():
+    async def scenario():
+        exchange = Exchange(Dials())
+        for number in range(int(BURST_OF_NETWORK)):
+            assert not await exchange.is_refused([1], f"/ip4/81.2.69.{number}/tcp/50123")
+        assert await exchange.is_refused([1], "/ip4/81.2.69.200/tcp/50123")
+        assert await exchange.is_refused([1], FROM)
+        assert len(exchange.dials.dialed) == BURST_OF_NETWORK
+        assert not await exchange.is_refused([], FROM)
+        assert not await exchange.is_refused([1, 2, 3, 4], "/ip4/81.2.70.1/tcp/50123")
+        await asyncio.sleep(1 / REFILL_OF_NETWORK_PER_S + 0.01)
+        assert await exchange.is_refused([1, 2], FROM)
+        assert not await exchange.is_refused([1], FROM)
+        assert await exchange.is_refused([1], FROM)
+
+    run(scenario())
+
+
+def test_addresses_of_one_site_are_one_network_in_ipv6_too():
+    async def scenario():
+        exchange = Exchange(Dials())
+        for number in range(int(BURST_OF_NETWORK)):
+            assert not await exchange.is_refused([1], f"/ip6/2a02:8071:b783:{number:x}::1/tcp/50123")
+        assert await exchange.is_refused([1], "/ip6/2a02:8071:b783:ffff::2/tcp/50123")
+        assert not await exchange.is_refused([1], "/ip6/2a02:8071:b784::1/tcp/50123")
+
+    run(scenario())
+
+
+def test_a_flood_from_many_networks_has_only_so_many_ports_dialed():
+    async def scenario():
+        exchange = Exchange(Dials())
+        refused = [await exchange.is_refused([1], f"/ip4/81.{number}.1.1/tcp/50123") for number in range(200)]
+        assert refused == [False] * int(BURST) + [True] * (200 - int(BURST))
+        assert len(exchange.dials.dialed) == BURST
+        await asyncio.sleep(5.01)
+        refused = [await exchange.is_refused([1], f"/ip4/82.{number}.1.1/tcp/50123") for number in range(10)]
+        assert refused == [False] * 5 + [True] * 5
+
+    run(scenario())
+
+
+def test_a_request_that_is_refused_costs_nothing():
+    async def scenario():
+        exchange = Exchange(Dials())
+        for _ in range(int(BURST_OF_NETWORK) - 1):
+            assert not await exchange.is_refused([1])
+        for _ in range(100):
+            assert await exchange.is_refused([1, 2])
+        assert not await exchange.is_refused([1])
+        for number in range(int(BURST - BURST_OF_NETWORK)):
+            assert not await exchange.is_refused([1], f"/ip4/81.{number}.1.1/tcp/50123")
+
+    run(scenario())
+
+
+def test_ports_are_charged_however_often_they_are_named():
+    async def scenario():
+        exchange = Exchange(Dials())
+        assert not await exchange.is_refused([1, 1, 1, 1])
+        assert not await exchange.is_refused([1, 1, 1, 1])
+        assert await exchange.is_refused([1])
+
+    run(scenario())
+
+
+async def asked(ports: list[int], *frames: bytes, ends: bool = True) -> DialReport:
+    """What a peer learns that asks another one, which answers with these bytes."""
+    ours, theirs = stream_pair("home", "judge")
+
+    async def answer() -> None:
+        request = await theirs.receive(0)
+        assert messages.decode_reachability(request.header) == DialBackRequest(ports)
+        for frame in frames:
+            theirs._writer.write(frame)
+        if ends:
+            theirs.close()
+
+    report, _ = await asyncio.gather(ask(ours, ports), answer())
+    return report
+
+
+def reply(*fields: object) -> bytes:
+    return framed(msgspec.msgpack.encode(["DialBackReply", *fields]))
+
+
+def test_ports_that_were_not_asked_about_are_not_believed():
+    async def scenario():
+        assert await asked([31337, 80], reply(HOST, [22, 80, 443, 80])) == DialReport(HOST, frozenset({80}))
+        assert await asked([], reply(HOST, [22])) == DialReport(HOST, frozenset())
+
+    run(scenario())
+
+
+def test_an_address_is_always_written_in_the_same_way():
+    async def scenario():
+        report = await asked([80], reply("2A02:8071:B783:0:0:0:0:1", [80]))
+        assert report == DialReport("2a02:8071:b783::1", frozenset({80}))
+
+    run(scenario())
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        pytest.param(reply("swarm.example", [80]), id="host name"),
+        pytest.param(reply("", [80]), id="no host"),
+        pytest.param(reply("81.2.69.142/tcp/22", [80]), id="host with another port"),
+        pytest.param(reply("81.2.69.142 ", [80]), id="host with a blank"),
+        pytest.param(reply("81.2.69", [80]), id="half an address"),
+        pytest.param(reply("081.002.069.142", [80]), id="octal"),
+        pytest.param(reply("1" * 46, [80]), id="host too long"),
+        pytest.param(reply(1359103374, [80]), id="host as a number"),
+        pytest.param(reply(None, [80]), id="host missing"),
+        pytest.param(reply(HOST, [80] * 5), id="five ports"),
+        pytest.param(reply(HOST, [0]), id="port 0"),
+        pytest.param(reply(HOST, [65536]), id="port beyond any"),
+        pytest.param(reply(HOST), id="no ports"),
+        pytest.param(framed(messages.encode(DialBackRequest([80]))), id="a request"),
+        pytest.param(framed(messages.encode(messages.ProbeReply())), id="another protocol's message"),
+        pytest.param(framed(messages.encode(DialBackReply(HOST, [80])), payload=1), id="with a payload"),
+        pytest.param(framed(b"\xc1"), id="garbage"),
+        pytest.param(encode_prefix(0, 2**40), id="a terabyte announced"),
+    ],
+)
+def test_what_a_peer_that_dials_back_cannot_say(answer):
+    async def scenario():
+        with pytest.raises(ProtocolViolation):
+            await asked([80], answer)
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("host", ["fe80::1%eth0", "fe80::1%\x1b[2J", "2a02::1%/p2p-circuit", "2a02::1%\n"])
+def test_an_address_that_means_something_on_one_machine_only_is_no_address(host):
+    async def scenario():
+        with pytest.raises(ProtocolViolation):
+            await asked([80], reply(host, [80]))
+
+    run(scenario())
+
+
+def test_a_refusal_is_passed_on_as_one_harmless_line():
+    async def scenario():
+        refusal = messages.Refusal("request_refused", "too many\n\x1b[2Jrequests")
+        with pytest.raises(RequestRefused) as caught:
+            await asked([80], framed(messages.encode(refusal)))
+        assert str(caught.value).isprintable()
+        assert "too many" in str(caught.value)
+        with pytest.raises(ServerFault):
+            await asked([80], framed(messages.encode(messages.Refusal("unheard of", "no"))))
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("frames", [(), (reply(HOST, [80])[:-1],)], ids=["at once", "in the middle"])
+def test_a_peer_that_closes_the_stream_instead_of_answering_is_lost(frames):
+    async def scenario():
+        with pytest.raises(PeerLost):
+            await asked([80], *frames)
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("frames", [(), (reply(HOST, [80])[:-1],)], ids=["nothing", "half an answer"])
+def test_a_peer_that_does_not_answer_is_not_waited_for(frames):
+    async def scenario():
+        with pytest.raises(PeerLost, match="did not dial back within 8 s"):
+            await asked([80], *frames, ends=False)
+        assert asyncio.get_running_loop().time() == ASK_TIMEOUT_S
+
+    run(scenario())
+
+
+@given(st.binary(max_size=60))
+def test_no_answer_raises_anything_but_a_remote_error(data):
+    async def scenario():
+        with pytest.raises(RemoteError):
+            await asked([80], data)
+
+    asyncio.run(scenario())

@@ -1,0 +1,143 @@
+from __future__ import annotations
+
+from ipaddress import ip_address
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from multiaddr import Multiaddr
+
+from swarm.transport.reach.verdict import DialReport, Reach, Verdict, judge, tcp_address
+
+HOME, OTHER, LAN, LAN_TOO = "81.2.69.142", "8.8.8.8", "192.168.0.7", "10.0.0.7"
+SIX = "2a02:8071:b783::1"
+
+hosts = st.sampled_from([HOME, OTHER, LAN, LAN_TOO, SIX]) | st.ip_addresses().map(str)
+ports = st.integers(1, 65535)
+some_ports = st.lists(st.sampled_from([1, 80, 31337, 65535]), max_size=4, unique=True)
+reports_of_anybody = st.lists(st.builds(DialReport, hosts, some_ports.map(frozenset)), max_size=8)
+
+
+def most_common(by_host: dict[str, list[DialReport]], hosts: list[str]) -> list[str]:
+    """Those of the hosts that most have seen; several where it is a draw."""
+    most = max((len(by_host[host]) for host in hosts), default=0)
+    return [host for host in hosts if len(by_host[host]) == most]
+
+
+def open_at(host: str, reports: list[DialReport], tried: list[int]) -> tuple[str, ...]:
+    """The addresses of the ports that half of the reports have reached."""
+    counts = {port: sum(port in report.reached for report in reports) for port in tried}
+    return tuple(tcp_address(host, port) for port in tried if counts[port] * 2 >= len(reports))
+
+
+def said(host: str, *reached: int) -> DialReport:
+    return DialReport(host, frozenset(reached))
+
+
+def test_without_reports_nothing_is_known():
+    assert judge([], [31337]) == Verdict(Reach.UNKNOWN, (), "")
+
+
+def test_a_peer_whose_port_answers_is_reached_where_others_see_it():
+    assert judge([said(HOME, 31337)], [31337]) == Verdict(Reach.DIRECT, (f"/ip4/{HOME}/tcp/31337",), HOME)
+    assert judge([said(SIX, 31337)], [31337], {SIX}) == Verdict(Reach.DIRECT, (f"/ip6/{SIX}/tcp/31337",), SIX)
+
+
+def test_a_peer_of_which_no_port_answers_is_hidden_but_knows_from_where_it_is_seen():
+    assert judge([said(HOME), said(HOME)], [31337, 80]) == Verdict(Reach.HIDDEN, (), HOME)
+    assert judge([said(HOME)], []) == Verdict(Reach.HIDDEN, (), HOME)
+
+
+@pytest.mark.parametrize(
+    ("yes", "no", "expected"),
+    [(1, 0, True), (1, 1, True), (1, 2, False), (2, 1, True), (2, 2, True), (2, 3, False), (0, 1, False)],
+)
+def test_a_port_counts_as_open_if_half_of_those_who_tried_say_so(yes, no, expected):
+    reports = [said(HOME, 31337)] * yes + [said(HOME)] * no
+    assert bool(judge(reports, [31337]).addresses) is expected
+    assert judge(reports, [31337]) == judge(reports[::-1], [31337])
+
+
+def test_each_port_is_judged_by_itself_and_the_order_of_the_ports_is_kept():
+    reports = [said(HOME, 80, 1), said(HOME, 80), said(HOME, 80, 31337, 1)]
+    expected = (f"/ip4/{HOME}/tcp/80", f"/ip4/{HOME}/tcp/1")
+    assert judge(reports, [80, 31337, 1]).addresses == expected
+    assert judge(reports, [1, 31337, 80]).addresses == expected[::-1]
+
+
+def test_what_peers_in_the_same_network_say_does_not_count_where_strangers_speak():
+    assert judge([said(LAN, 31337), said(LAN, 31337), said(HOME)], [31337]) == Verdict(Reach.HIDDEN, (), HOME)
+    assert judge([said(LAN), said(LAN), said(HOME, 31337)], [31337]).reach is Reach.DIRECT
+
+
+def test_among_peers_of_one_local_network_only_they_count():
+    assert judge([said(LAN, 31337), said(LAN, 31337)], [31337]) == Verdict(
+        Reach.DIRECT, (f"/ip4/{LAN}/tcp/31337",), LAN
+    )
+
+
+def test_only_those_who_see_the_most_common_address_are_asked_about_its_ports():
+    reports = [said(OTHER, 31337), said(HOME), said(HOME)]
+    assert judge(reports, [31337]) == Verdict(Reach.HIDDEN, (), HOME)
+
+
+def test_a_port_that_was_not_tried_is_never_announced():
+    assert judge([said(HOME, 22, 31337)], [31337]).addresses == (f"/ip4/{HOME}/tcp/31337",)
+    assert judge([said(HOME, 22)], [31337]).reach is Reach.HIDDEN
+
+
+@given(reports_of_anybody, some_ports, st.sets(hosts, max_size=3))
+def test_whatever_is_reported_the_verdict_follows_from_it(reports, tried, own_hosts):
+    verdict = judge(reports, tried, own_hosts)
+    by_host: dict[str, list[DialReport]] = {}
+    for report in reports:
+        if ip_address(report.host).version == 4 or report.host in own_hosts:
+            by_host.setdefault(report.host, []).append(report)
+    assert (verdict.reach is Reach.UNKNOWN) == (verdict.outer_host == "") == (not by_host)
+    assert (verdict.reach is Reach.DIRECT) == bool(verdict.addresses)
+    if not by_host:
+        return
+    strangers = any(ip_address(host).is_global for host in by_host)
+    counted = [host for host in by_host if ip_address(host).is_global == strangers]
+    possible = []  # for each kind of address, what may follow; several where as many have seen one as another
+    for version in (4, 6):
+        alike = [host for host in counted if ip_address(host).version == version]
+        tops = most_common(by_host, alike)
+        possible.append([open_at(host, by_host[host], tried) for host in tops] or [()])
+        if alike and ip_address(verdict.outer_host).version != version:
+            assert version == 6  # the address of IPv4 comes first
+        elif alike:
+            assert verdict.outer_host in tops
+    assert verdict.addresses in [four + six for four in possible[0] for six in possible[1]]
+
+
+public_reports = st.builds(DialReport, st.sampled_from([HOME, OTHER, SIX]), some_ports.map(frozenset))
+
+
+@given(some_ports, some_ports, st.integers(1, 5), st.data())
+def test_liars_who_are_fewer_than_the_honest_change_nothing(tried, truly_open, honest, data):
+    truth = [DialReport(HOME, frozenset(truly_open))] * honest
+    lies = data.draw(st.lists(public_reports, max_size=honest - 1))
+    mixed = data.draw(st.permutations([*truth, *lies]))
+    assert judge(mixed, tried) == judge(truth, tried)
+
+
+def test_what_comes_by_ipv4_and_by_ipv6_is_judged_apart():
+    reports = [said(HOME), said(HOME), said(SIX, 31337)]
+    assert judge(reports, [31337], [SIX]) == Verdict(Reach.DIRECT, (f"/ip6/{SIX}/tcp/31337",), HOME)
+    reports = [said(SIX), said(SIX), said(HOME, 31337)]
+    assert judge(reports, [31337], [SIX]) == Verdict(Reach.DIRECT, (f"/ip4/{HOME}/tcp/31337",), HOME)
+    both = (f"/ip4/{HOME}/tcp/31337", f"/ip6/{SIX}/tcp/31337")
+    assert judge([said(SIX, 31337), said(HOME, 31337)], [31337], [SIX]) == Verdict(Reach.DIRECT, both, HOME)
+
+
+def test_nobody_gives_this_machine_an_ipv6_address_that_it_has_not():
+    assert judge([said(SIX, 31337)], [31337], [HOME]) == Verdict(Reach.UNKNOWN)
+    assert judge([said(HOME), said(HOME), said(SIX, 31337)], [31337]) == Verdict(Reach.HIDDEN, (), HOME)
+
+
+@given(st.ip_addresses(), ports)
+def test_the_address_of_a_port_is_one_that_libp2p_reads(host, port):
+    parsed = Multiaddr(tcp_address(str(host), port))
+    assert parsed["tcp"] == str(port)
+    assert ip_address(parsed[f"ip{host.version}"]) == host
