@@ -103,8 +103,11 @@ class Whereabouts:
 
     def seen_from(self, outer_host: str) -> tuple[str, ...]:
         """The addresses for a peer whose own network is seen as `outer_host`; empty if that is not known."""
-        same_network = bool(outer_host) and outer_host == self.outer_host
-        return (self.lan_addresses if same_network else ()) + self.addresses
+        return self.lan_from(outer_host) + self.addresses
+
+    def lan_from(self, outer_host: str) -> tuple[str, ...]:
+        """Those of them that are in the same network."""
+        return self.lan_addresses if outer_host and outer_host == self.outer_host else ()
 
 
 @dataclass(frozen=True, slots=True)

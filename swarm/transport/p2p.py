@@ -167,6 +167,7 @@ class Peer:
                 raise
             reach = _make_reach(config, p2p, dht, streams, book)
             streams.on_unreachable = reach.notices.tell
+            streams.outside_known = reach.known
             if not config.is_client:
                 await streams.answer_dial_back(DialBack(reach.dialer, reach.notices.receive).serve)
             stack.pop_all()

@@ -27,6 +27,12 @@ from swarm.transport.stream import FrameStream, Stream, StreamHandler
 logger = logging.getLogger(__name__)
 
 DIAL_TIMEOUT_S = 15.0
+LAN_DIAL_TIMEOUT_S = 1.0
+"""How long a peer in the same network is dialed there only, so that no relay is quicker and is kept to."""
+
+OUTSIDE_TIMEOUT_S = 1.0
+"""How long a peer that has just started may take to learn from where it is seen, and so who is in its network."""
+
 ANSWER_TIMEOUT_S = 5.0
 """How long a peer that did not let this one join may take to say that its swarm is private."""
 
@@ -47,6 +53,7 @@ class PeerStreams:
 
     Attributes:
         on_unreachable: called with the id of a peer that could not be dialed, or did not answer.
+        outside_known: set when this peer knows from where it is seen, as far as it can.
     """
 
     def __init__(self, p2p: P2P, gate: MemberGate | None, book: AddressBook) -> None:
@@ -55,6 +62,7 @@ class PeerStreams:
         self._book = book
         self._handler: StreamHandler | None = None
         self.on_unreachable: Callable[[str], None] = lambda peer_id: None
+        self.outside_known = asyncio.Event()
         self._serving: set[asyncio.Task[None]] = set()
         self._opened: weakref.WeakSet[FrameStream] = weakref.WeakSet()
 
@@ -110,15 +118,29 @@ class PeerStreams:
             target = PeerID.from_base58(peer_id)
             # Not `wait_for`: before Python 3.12 it loses a cancellation that comes just when the stream opens.
             async with asyncio.timeout(DIAL_TIMEOUT_S):
-                announced = self._book.addresses_of(peer_id)
-                if announced:
-                    await daemon_streams.connect(self._p2p, target, list(map(Multiaddr, announced)))
+                await self._connect(target, protocol)
                 reader, writer = await daemon_streams.open_stream(self._p2p, target, protocol)
         except (P2PDaemonError, OSError, TimeoutError, asyncio.IncompleteReadError, ValueError) as error:
             if protocol not in (DIAL_BACK_PROTOCOL_ID, WORKER_PROTOCOL_ID) and NOT_SPOKEN not in str(error):
                 self.on_unreachable(peer_id)
             raise PeerLost(f"peer …{peer_id[-6:]} cannot be reached: {error}") from None
         return FrameStream(peer_id, reader, writer)
+
+    async def _connect(self, target: PeerID, protocol: str) -> None:
+        """Connect to a peer where it says that it is, if it does. Raises as `daemon_streams.connect`."""
+        peer_id = target.to_base58()
+        if self._book.may_be_near(peer_id) and protocol != DIAL_BACK_PROTOCOL_ID:  # by which the outside is learned
+            with suppress(TimeoutError):
+                async with asyncio.timeout(OUTSIDE_TIMEOUT_S):
+                    await self.outside_known.wait()
+        near = list(map(Multiaddr, self._book.lan_addresses_of(peer_id)))
+        if near:
+            with suppress(P2PDaemonError, OSError, TimeoutError, asyncio.IncompleteReadError):
+                async with asyncio.timeout(LAN_DIAL_TIMEOUT_S):
+                    return await daemon_streams.connect(self._p2p, target, near)
+        announced = self._book.addresses_of(peer_id)
+        if announced:
+            await daemon_streams.connect(self._p2p, target, list(map(Multiaddr, announced)))
 
     async def open_protocol(self, peer_id: str, protocol: str) -> FrameStream:
         """A stream of another protocol than that of sessions. Raises as `open`."""

@@ -28,7 +28,17 @@ class AddressBook:
         if len(self._known) > MAX_PEERS:
             self._known.popitem(last=False)
 
+    def may_be_near(self, peer_id: str) -> bool:
+        """Whether a peer can be dialed in its own network, which may be this one's."""
+        known = self._known.get(peer_id)
+        return known is not None and bool(known.lan_addresses)
+
     def addresses_of(self, peer_id: str) -> tuple[str, ...]:
         """The addresses at which this peer can dial another one, as far as it knows."""
         known = self._known.get(peer_id)
         return known.seen_from(self.outer_host) if known is not None else ()
+
+    def lan_addresses_of(self, peer_id: str) -> tuple[str, ...]:
+        """Those of them that are in the network of both."""
+        known = self._known.get(peer_id)
+        return known.lan_from(self.outer_host) if known is not None else ()

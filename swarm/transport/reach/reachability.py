@@ -184,6 +184,7 @@ class Reachability:
     def start(self) -> None:
         """Find out, and keep finding out, until `close`."""
         if self._options.is_local or not (self._options.listens or self._options.initial_peers):
+            self.known.set()  # there is nobody to ask
             return
         loop = asyncio.get_running_loop()
         if not self._options.listens:
