@@ -12,9 +12,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt $(PIP_ARGS)
 WORKERS ?= 2
-# Slow tests wait more than they compute, but some of them fail where the machine has much else to do.
-SLOW_WORKERS ?= 2
-PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+# What fails is tried once more at the end, alone.
+PYTEST := $(BIN)/python -m scripts.run_tests -n $(WORKERS) --dist worksteal
 
 .PHONY: demo test test-slow test-all check lint types imports unit programs soak fuzz bench gpu format clean
 
@@ -26,7 +25,7 @@ test: check unit
 
 # The tests marked `slow`, which `make test` leaves out. `make unit TESTS=...` and the others run a part of theirs.
 test-slow: $(VENV)/dev programs
-	$(PYTEST) -n $(SLOW_WORKERS) -m slow $(TESTS)
+	$(PYTEST) -m slow $(TESTS)
 
 # Everything: `make test` and `make test-slow` in one run.
 test-all: check programs

@@ -10,8 +10,6 @@ import hypothesis
 import pytest
 import torch
 
-from tests import time_box
-
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
 
@@ -22,15 +20,6 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may look for a hub
 hypothesis.settings.register_profile("default", deadline=None)
 hypothesis.settings.register_profile("ci", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("default")
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    """End in time where that is asked for, as continuous integration does."""
-    box = time_box.from_environment()
-    if box is not None:
-        config.pluginmanager.register(box)
-    if hasattr(config, "workerinput"):  # what tests start, pytest among it, is not in the box
-        time_box.leave()
 
 
 @pytest.fixture(autouse=True, scope="session")
