@@ -298,15 +298,20 @@ class GreedyClient:
                 stream.close()
         return answers
 
-    def ask_without_reading(self, streams: int, requests: int, hidden_TH: np.ndarray) -> int:
-        """Ask for forwards on so many streams at once and read no answer; how many requests the server has taken."""
-        return sum(self._background.run(self._ask_on_all(streams, requests, hidden_TH)))
+    def ask(self, streams: int, requests: int, hidden_TH: np.ndarray, *, reads: bool = False) -> int:
+        """Ask for forwards on so many streams at once; how many requests the server has taken.
 
-    async def _ask_on_all(self, streams: int, requests: int, hidden_TH: np.ndarray) -> list[int]:
-        self._streams += [await self._peer.open_stream(self._info.peer_id) for _ in range(streams)]
-        return await asyncio.gather(*(self._ask(stream, requests, hidden_TH) for stream in self._streams[-streams:]))
+        Args:
+            reads: read each answer before the next request; else read none.
+        """
+        return sum(self._background.run(self._ask_on_all(streams, requests, hidden_TH, reads)))
 
-    async def _ask(self, stream: Stream, requests: int, hidden_TH: np.ndarray) -> int:
+    async def _ask_on_all(self, streams: int, requests: int, hidden_TH: np.ndarray, reads: bool) -> list[int]:
+        opened = [await self._peer.open_stream(self._info.peer_id) for _ in range(streams)]
+        self._streams += opened
+        return await asyncio.gather(*(self._ask(stream, requests, hidden_TH, reads) for stream in opened))
+
+    async def _ask(self, stream: Stream, requests: int, hidden_TH: np.ndarray, reads: bool) -> int:
         info, wire = self._info, WireFormat.NONE
         rows = [len(hidden_TH) // 4] * 4
         forward = messages.ForwardRequest(
@@ -318,6 +323,8 @@ class GreedyClient:
                     await stream.send(forward, hidden_TH.tobytes())
             except TimeoutError:
                 return number
+            if reads:
+                await stream.receive()
         return requests
 
     def answers(self) -> list[int]:

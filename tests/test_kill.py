@@ -5,12 +5,12 @@ With SWARM_SOAK=1 a server is killed before every single token; otherwise before
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import random
 import threading
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -20,6 +20,7 @@ from transformers import StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
 from swarm import EarlyExit
+from swarm.client.chain.asking import Asking
 from swarm.client.hops.hop_session import HopSession
 from swarm.client.session import InferenceSession
 from swarm.errors import MissingBlocks
@@ -28,6 +29,7 @@ from swarm.server.throughput.throughput_option import ThroughputOption
 from tests.disturbances import Before, Event, demo_prompt, demo_text, dripping, greedy, holder, write
 from tests.slow import slow_except
 from tests.swarms import ServerProcess, TestSwarm, run_client, run_swarm
+from tests.waiting import wait_until
 
 SPANS = ("0:4", "4:8", "8:12")
 BLOCKS = (0, 4, 8)
@@ -113,16 +115,61 @@ class Written(BaseStreamer):
 
 
 @contextmanager
-def replaced(swarm: TestSwarm, blocks: str, after: float = 0.0) -> Iterator[None]:
-    """Another server for the blocks starts in `after` seconds, and serves when the body is left."""
+def replaced(swarm: TestSwarm, blocks: str, when: Callable[[], object] = lambda: True) -> Iterator[None]:
+    """Another server for the blocks starts as soon as `when` says so, and serves when the body is left."""
     started: list[ServerProcess] = []
-    timer = threading.Timer(after, lambda: started.append(swarm.start(blocks, dtype="float32").wait_ready()))
-    timer.start()
+    left = threading.Event()
+
+    def start() -> None:
+        wait_until(lambda: when() or left.is_set())
+        if when():
+            started.append(swarm.start(blocks, dtype="float32").wait_ready())
+
+    thread = threading.Thread(target=start)
+    thread.start()
     try:
         yield
     finally:
-        timer.join()
+        left.set()
+        thread.join()
     assert started
+
+
+@contextmanager
+def in_step(number: int, event: Event, blocks: tuple[int, ...] = BLOCKS) -> Iterator[Event]:
+    """An event happens when steps have been handed on `number` times in front of these blocks, as far as the client
+    knows: the first server has been sent one, or the server before has answered one.
+
+    Yields the event with which counting begins.
+    """
+    sessions: list[InferenceSession] = []
+    seen = itertools.count(1)
+    deliver, on_reply = HopSession.deliver, HopSession._on_step_reply
+
+    def count(block: int) -> None:
+        if sessions and block in blocks and next(seen) == number:
+            event(sessions[0])
+
+    async def deliver_and_count(self: HopSession, *args: Any) -> None:
+        await deliver(self, *args)
+        count(self.hop.span.start)
+
+    def receive_and_count(self: HopSession, *args: Any) -> bool:
+        is_answer = on_reply(self, *args)
+        count(self.hop.span.end)
+        return is_answer
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(HopSession, "deliver", deliver_and_count)
+        patch.setattr(HopSession, "_on_step_reply", receive_and_count)
+        yield sessions.append
+    assert next(seen) > number
+
+
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No other server is asked beside one that is late, so routes change only where one is killed."""
+    monkeypatch.setattr(Asking, "_ask", lambda *args: None)
 
 
 @pytest.mark.slow
@@ -170,20 +217,13 @@ def test_several_servers_are_killed_at_once(
 def test_servers_are_killed_in_the_middle_of_steps(
     swarm: TestSwarm, model: Any, prompt: torch.Tensor, expected: list[int]
 ) -> None:
-    """At whatever moment a timer chooses."""
+    """At whatever moment chance chooses."""
     chance = random.Random(5)
-    write(model, prompt, NEW)
-    began = time.perf_counter()
-    write(model, prompt, NEW)
-    usual = time.perf_counter() - began
     for _ in range(30 if LONG else 3):
         number = chance.randrange(len(SPANS))
-
-        def start_timer(session: InferenceSession, block: int = BLOCKS[number]) -> None:
-            threading.Timer(chance.uniform(0, usual), kill(swarm, block), [session]).start()
-
-        with replaced(swarm, SPANS[number]):
-            assert write(model, prompt, NEW, {1: start_timer}) == expected
+        moment = chance.randrange(1, len(BLOCKS) * (NEW - 1))
+        with replaced(swarm, SPANS[number]), in_step(moment, kill(swarm, BLOCKS[number])) as begin:
+            assert write(model, prompt, NEW, {1: begin}) == expected
 
 
 @pytest.mark.slow
@@ -192,12 +232,13 @@ def test_a_server_is_killed_during_the_prefill(swarm: TestSwarm, model: Any, blo
     """It is hung first, so that the kill surely falls between the prefill's request and its answer."""
     prompt = demo_prompt("Once upon a time there was a little dog who wanted to see the sea. " * 12)
 
-    def hang(session: InferenceSession) -> None:
-        victim = holder(swarm, session, block)
-        victim.freeze()
-        threading.Timer(0.3, victim.kill).start()
+    with in_step(1, kill(swarm, block), (block,)) as begin:
 
-    assert write(model, prompt, 8, {1: hang}) == demo_text(prompt, 8)
+        def hang(session: InferenceSession) -> None:
+            begin(session)
+            holder(swarm, session, block).freeze()
+
+        assert write(model, prompt, 8, {1: hang}) == demo_text(prompt, 8)
 
 
 @pytest.mark.slow
@@ -239,10 +280,10 @@ def test_a_server_that_drips_is_left(swarm: TestSwarm, prompt: torch.Tensor, exp
             assert session.route is not None
             routes.append({hop.server.peer_id for hop in session.route.hops})
 
-        assert write(model, prompt, NEW, {15: drip, NEW - 1: look}) == expected
+        looks: dict[int, Event] = dict.fromkeys(range(16, NEW + 1), look)
+        assert write(model, prompt, NEW, {15: drip, **looks}) == expected
     (victim,) = dripped
-    assert routes
-    assert victim.peer_id not in routes[0]
+    assert sum(victim.peer_id in route for route in routes) < len(routes) / 2
 
 
 @pytest.mark.slow
@@ -250,9 +291,13 @@ def test_a_session_waits_for_blocks_that_nobody_holds(
     swarm: TestSwarm, model: Any, prompt: torch.Tensor, expected: list[int], caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING, "swarm.client")
-    with replaced(swarm, "4:8", after=2.0):
+
+    def complaints() -> list[str]:
+        return [record.getMessage() for record in caplog.records if "missing" in record.getMessage()]
+
+    with replaced(swarm, "4:8", when=complaints):
         assert write(model, prompt, NEW, {20: kill_all(swarm, "4:8")}) == expected
-    [said] = [record.getMessage() for record in caplog.records if "missing" in record.getMessage()]
+    [said] = complaints()
     assert "blocks 4:8 are missing" in said
     assert "Waiting up to 60 s" in said
 
@@ -283,6 +328,7 @@ def test_a_session_is_resumed_when_servers_return(swarm: TestSwarm, prompt: torc
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("patient")
 def test_the_replacement_is_cut_differently(swarm: TestSwarm, prompt: torch.Tensor, expected: list[int]) -> None:
     # Too slow to be anybody's first choice.
     others = [swarm.start(blocks, dtype="float32", throughput=ThroughputOption(1.0)) for blocks in ("0:6", "6:12")]
@@ -304,6 +350,7 @@ def test_the_replacement_is_cut_differently(swarm: TestSwarm, prompt: torch.Tens
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("patient")
 def test_the_replacement_is_killed_during_the_replay(
     swarm: TestSwarm, model: Any, prompt: torch.Tensor, expected: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -323,6 +370,7 @@ def test_the_replacement_is_killed_during_the_replay(
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("patient")
 def test_the_servers_before_and_behind_are_killed_during_the_replay(
     swarm: TestSwarm, model: Any, prompt: torch.Tensor, expected: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

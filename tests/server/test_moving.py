@@ -72,12 +72,13 @@ def test_a_gap_is_closed_and_the_old_blocks_leave_memory(folder: str, caplog: py
         assert spare.span != Span(4, 6)
         assert spare._service is not None
         blocks = weakref.ref(spare._service.model)
+        caplog.clear()  # of what `tail` said
         await tail.stop()
         await until_online(spare, Span(4, 6), keeper)
         gc.collect()
         assert blocks() is None
         async with asyncio.timeout(PATIENCE):
-            while "Ready: serving blocks 4:6 of model" not in caplog.messages[-1]:
+            while "Ready: serving blocks 4:6 of model" not in caplog.text:
                 await asyncio.sleep(0.01)
         await spare.stop()
         await keeper.stop()

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import gc
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, suppress
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import uvloop
@@ -17,21 +19,26 @@ from swarm.errors import DhtError, ProtocolViolation
 from swarm.transport.dht import messages
 from swarm.transport.dht import node as module
 from swarm.transport.dht import protocol as protocol_module
-from swarm.transport.dht.node import FoundRecord
+from swarm.transport.dht.node import DhtNode, FoundRecord
 from swarm.transport.dht.protocol import MAX_BAD_RECORDS, REQUEST_TIMEOUT_S, Found
-from swarm.transport.dht.records import Refusal, key_bytes, sign
+from swarm.transport.dht.records import Record, Refusal, key_bytes, sign
 from swarm.transport.dht.request_budget import CheckBudget
 from swarm.transport.dht.standing import ESTABLISHED_AFTER_S
 from swarm.transport.p2p import P2PConfig, Peer
+from tests import virtual_time
 from tests.garbage import left_to_collector
 from tests.transport.dht.answers import answer_finds
-from tests.transport.dht.hostile import Anywhere, dictionary, private_key
+from tests.transport.dht.hostile import Anywhere, dictionary, owner_name, private_key
+from tests.transport.dht.test_routing_table import OWN, PEERS
 from tests.transport.dht.test_search import liar
+from tests.waiting import TIMEOUT_S
 
 # hivemind leaves connections to its own daemon to the garbage collector.
 pytestmark = pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning", "ignore:loop is closed:ResourceWarning")
 
 LONG_S = 100.0
+LOOK_UP_S = 20.0
+"""Of the virtual look-ups."""
 
 
 @pytest.fixture(autouse=True)
@@ -60,6 +67,28 @@ def play(scenario: Callable[[Peers], Awaitable[None]]) -> None:
             await scenario(peers)
 
     uvloop.run(run())
+
+
+def reader() -> DhtNode:
+    """A node that only asks, for virtual time. It knows one other node, whose answers a test plays: `call_find`."""
+    node = DhtNode(SimpleNamespace(peer_id=OWN), None, Anywhere(), is_client=True)
+    node.protocol.table.add(PEERS[0])
+    return node
+
+
+async def never(*_: object) -> Any:
+    await asyncio.Event().wait()
+
+
+async def hide(peer: PeerID, keys: Sequence[bytes]) -> Found:
+    return Found({key: [] for key in keys}, {key: [] for key in keys})
+
+
+def tell(*records: Record) -> Callable[[PeerID, Sequence[bytes]], Awaitable[Found]]:
+    async def answer(peer: PeerID, keys: Sequence[bytes]) -> Found:
+        return Found({key: [(owner_name(0), one) for one in records if one.key == key] for key in keys}, {})
+
+    return answer
 
 
 def test_what_one_peer_stores_all_others_find():
@@ -109,21 +138,27 @@ def test_when_nobody_answers_the_error_says_so():
 
 
 @pytest.mark.slow
-def test_a_node_that_hangs_costs_one_request_and_then_nothing():
+def test_a_node_that_hangs_costs_one_request_and_then_nothing(caplog):
     async def scenario(peers):
         await peers.add()
         server, silent = await peers.add(), await peers.add()
         assert await server.dht.store([("a", b"x", time.time() + LONG_S)]) == [True]
+        asked = []
 
-        async def never(request):
-            await asyncio.Event().wait()
+        async def hang(request):
+            asked.append(request)
+            await never()
 
-        answer_finds(silent, never)
+        answer_finds(silent, hang)
         client = await peers.add(listen=False)  # which meets it while it joins
-        began = time.monotonic()
-        assert (await client.dht.find(["a"]))["a"]
-        assert time.monotonic() - began < module.LOOKUP_TIMEOUT_S
+        caplog.clear()
+        assert (await client.dht.find(["a"], timeout_s=LONG_S))["a"]
+        assert "took more than" not in caplog.text
         assert client.dht.protocol.table.is_silent(PeerID.from_base58(silent.peer_id), time.monotonic())
+        assert asked
+        asked.clear()
+        assert (await client.dht.find(["a"]))["a"]
+        assert not asked
 
     play(scenario)
 
@@ -143,86 +178,68 @@ def test_a_look_up_that_somebody_did_not_answer_leaves_nothing_behind():
     play(scenario)
 
 
-def test_a_look_up_ends_when_its_time_is_over(monkeypatch):
-    async def scenario(peers):
-        await peers.add()
-        client = await peers.add(listen=False)
-
-        async def never(peer, keys):
-            await asyncio.Event().wait()
-
-        monkeypatch.setattr(client.dht.protocol, "call_find", never)
-        began = time.monotonic()
+def test_a_look_up_ends_when_its_time_is_over():
+    async def scenario():
+        node = reader()
+        node.protocol.call_find = never
         with pytest.raises(DhtError, match="none of the"):
-            await client.dht.find([str(number) for number in range(300)], timeout_s=0.2)
-        assert time.monotonic() - began < REQUEST_TIMEOUT_S
-        monkeypatch.undo()
-        assert await client.dht.find(["a"]) == {"a": []}  # the next one is not held up
+            await node.find([str(number) for number in range(300)], timeout_s=LOOK_UP_S)
+        assert time.monotonic() == pytest.approx(LOOK_UP_S)
+        node.protocol.call_find = hide
+        assert await node.find(["a"]) == {"a": []}
+        assert time.monotonic() == pytest.approx(LOOK_UP_S)  # the next one is not held up
 
-    play(scenario)
+    virtual_time.run(scenario)
 
 
 def test_what_was_found_stays_known_until_it_expires(monkeypatch, caplog):
     """A look-up that is cut short, or that liars answer, takes nothing away from what a reader knows."""
 
-    async def scenario(peers):
-        first = await peers.add()
+    async def half(peer, keys):
+        return await (never if key_bytes("a") in keys else hide)(peer, keys)
+
+    async def scenario():
         now = time.time()
-        assert await first.dht.store([("a", b"x", now + LONG_S), ("b", b"y", now + LONG_S)]) == [True, True]
-        client = await peers.add(listen=False)
-        found = await client.dht.find(["a", "b"])
-        known = client.dht.protocol.table.peer_ids()
+        node = reader()
+        node.protocol.call_find = tell(*(sign(name, b"x", now + LONG_S, private_key(0)) for name in ("a", "b")))
+        found = await node.find(["a", "b"])
+        assert all(found.values())
+        known = node.protocol.table.peer_ids()
 
-        async def never(peer, keys):
-            await asyncio.Event().wait()
-
-        async def hide(peer, keys):
-            return Found({key: [] for key in keys}, {key: [] for key in keys})
-
-        async def half(peer, keys):
-            if key_bytes("a") in keys:
-                await asyncio.Event().wait()
-            return Found({}, {})
-
-        monkeypatch.setattr(client.dht.protocol, "call_find", hide)
-        assert await client.dht.find(["b", "a"]) == found
+        node.protocol.call_find = hide
+        assert await node.find(["b", "a"]) == found
         monkeypatch.setattr(module, "KEYS_PER_SEARCH", 1)
-        monkeypatch.setattr(client.dht.protocol, "call_find", half)
-        assert await client.dht.find(["a", "b"], timeout_s=0.5) == found
+        node.protocol.call_find = half
+        assert await node.find(["a", "b"], timeout_s=LOOK_UP_S) == found
         assert "took more than" in caplog.text
-        monkeypatch.setattr(client.dht.protocol, "call_find", never)
+        node.protocol.call_find = never
         with pytest.raises(DhtError, match="none of the"):
-            await client.dht.find(["a", "b"], timeout_s=0.2)
-        monkeypatch.setattr(client.dht.protocol, "call_find", hide)
+            await node.find(["a", "b"], timeout_s=LOOK_UP_S)
+        node.protocol.call_find = hide
         monkeypatch.setattr(module.time, "time", lambda: now + LONG_S + 1)
-        assert await client.dht.find(["a", "b"]) == {"a": [], "b": []}
-        assert client.dht.protocol.table.peer_ids() == known
-        assert not client.dht._found
+        assert await node.find(["a", "b"]) == {"a": [], "b": []}
+        assert node.protocol.table.peer_ids() == known
+        assert not node._found
 
-    play(scenario)
+    virtual_time.run(scenario)
 
 
 def test_the_last_keys_of_a_look_up_have_time_as_well(monkeypatch):
     """Otherwise whoever answers slowly for the first ones could hide them."""
+    monkeypatch.setattr(module, "KEYS_PER_SEARCH", 1)
+    monkeypatch.setattr(module, "MIN_SEARCH_S", 0.0)
 
-    async def scenario(peers):
-        first = await peers.add()
-        assert await first.dht.store([("b", b"y", time.time() + LONG_S)]) == [True]
-        client = await peers.add(listen=False)
-        ask = client.dht.protocol.call_find
+    async def slow(peer, keys):
+        await asyncio.sleep(LONG_S if key_bytes("a") in keys else 0.4 * LOOK_UP_S)
+        return await tell(sign("b", b"y", time.time() + LONG_S, private_key(0)))(peer, keys)
 
-        async def slow_for_a(peer, keys):
-            if key_bytes("a") in keys:
-                await asyncio.Event().wait()
-            return await ask(peer, keys)
-
-        monkeypatch.setattr(client.dht.protocol, "call_find", slow_for_a)
-        monkeypatch.setattr(module, "KEYS_PER_SEARCH", 1)
-        monkeypatch.setattr(module, "MIN_SEARCH_S", 0.0)
-        found = await client.dht.find(["a", "b"], timeout_s=4.0)
+    async def scenario():
+        node = reader()
+        node.protocol.call_find = slow
+        found = await node.find(["a", "b"], timeout_s=LOOK_UP_S)
         assert [record.payload for record in found["b"]] == [b"y"]
 
-    play(scenario)
+    virtual_time.run(scenario)
 
 
 def test_a_reader_remembers_so_much_and_no_more(monkeypatch):
@@ -383,7 +400,7 @@ def test_a_bootstrap_peer_that_looks_nothing_up_forgets_who_is_gone(monkeypatch)
     async def scenario(peers):
         first, stays, goes = [await peers.add() for _ in range(3)]
         await goes.shutdown()
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(TIMEOUT_S):
             while goes.peer_id in first.dht.known_peers:
                 await asyncio.sleep(0.02)
         assert stays.peer_id in first.dht.known_peers
@@ -396,12 +413,14 @@ def test_records_that_are_over_take_no_memory_even_if_nobody_asks_for_them(monke
 
     async def scenario(peers):
         first, second = [await peers.add() for _ in range(2)]
+        now, unix_time = time.time(), time.time
         assert await second.dht.store(
-            [("soon over", b"payload", time.time() + 1), ("models", b"payload", time.time() + 100)]
-        )
+            [("soon over", b"payload", now + LONG_S), ("models", b"payload", now + 3 * LONG_S)]
+        ) == [True, True]
         kept = first.dht.protocol.store
         assert len(kept) == 2
-        async with asyncio.timeout(30):
+        monkeypatch.setattr(time, "time", lambda: unix_time() + 1.5 * LONG_S)
+        async with asyncio.timeout(TIMEOUT_S):
             while len(kept) > 1:
                 await asyncio.sleep(0.02)
 
