@@ -20,7 +20,7 @@ PYTEST := $(BIN)/python -m scripts.run_tests -n $(WORKERS) --dist worksteal
 demo: $(VENV)/runtime
 	$(BIN)/swarm demo
 
-# What to run before every commit: twelve minutes on two cores.
+# What CI runs first: a quarter of an hour on two cores. CONTRIBUTING.md says what to run before a commit.
 test: check unit
 
 # The tests marked `slow`, which `make test` leaves out. `make unit TESTS=...` and the others run a part of theirs.

@@ -49,21 +49,21 @@ def batches(tokenizer: PreTrainedTokenizerBase, seed: int, steps: int) -> Iterat
 
 
 @torch.no_grad()
-def held_out_loss(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> float:
-    """Loss in nats per token on modules that are not in the training data."""
-    rows = chunks(tokenizer, held_out=True, characters=40_000)
+def held_out_loss(model: nn.Module, tokenizer: PreTrainedTokenizerBase, most: int | None = None) -> float:
+    """Loss in nats per token on modules that are not in the training data, on at most so many chunks."""
+    rows = chunks(tokenizer, held_out=True, characters=40_000)[:most]
     parts = rows.split(16)
     return sum(float(model(input_ids=part, labels=part).loss) * len(part) for part in parts) / len(rows)
 
 
 def tune(
-    model: nn.Module, tokenizer: PreTrainedTokenizerBase, seed: int, steps: int | None = None
+    model: nn.Module, tokenizer: PreTrainedTokenizerBase, seed: int, steps: int | None = None, most: int | None = None
 ) -> tuple[float, float, list[float]]:
     """Train; returns the held-out loss before and after, and the losses of all steps."""
-    before = held_out_loss(model, tokenizer)
+    before = held_out_loss(model, tokenizer, most)
     data = list(batches(tokenizer, seed, steps or STEPS))
     losses = train(model.parameters(), data, lambda batch: model(**batch).loss, rate=RATE)
-    return before, held_out_loss(model, tokenizer), losses
+    return before, held_out_loss(model, tokenizer, most), losses
 
 
 def main() -> None:
@@ -74,7 +74,7 @@ def main() -> None:
             arguments.model, initial_peers=addresses, tuning_mode="lora", tuning=TuningOptions(lora_config=LORA)
         )
         tokenizer = AutoTokenizer.from_pretrained(open_checkpoint(arguments.model).source)
-        before, after, losses = tune(model, tokenizer, arguments.seed, arguments.steps)
+        before, after, losses = tune(model, tokenizer, arguments.seed, arguments.steps, arguments.held_out)
         model.save_pretrained(arguments.output)
         written = model.generate(**tokenizer(PROMPT, return_tensors="pt"), max_new_tokens=60, do_sample=False)
         print(tokenizer.decode(written[0], skip_special_tokens=True))

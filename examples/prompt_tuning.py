@@ -58,9 +58,9 @@ def batches(
 
 
 @torch.no_grad()
-def accuracy(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> float:
-    """Fraction of held-out texts that are classified correctly."""
-    examples, right = docstrings(held_out=True), 0
+def accuracy(model: nn.Module, tokenizer: PreTrainedTokenizerBase, most: int | None = None) -> float:
+    """Fraction of held-out texts that are classified correctly, of at most so many."""
+    examples, right = docstrings(True, most), 0
     for first in range(0, len(examples), 64):
         batch = encoded(tokenizer, examples[first : first + 64])
         right += int((model(**batch).logits.argmax(-1) == batch["labels"]).sum())
@@ -68,14 +68,14 @@ def accuracy(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> float:
 
 
 def tune(
-    model: nn.Module, tokenizer: PreTrainedTokenizerBase, seed: int, steps: int | None = None
+    model: nn.Module, tokenizer: PreTrainedTokenizerBase, seed: int, steps: int | None = None, most: int | None = None
 ) -> tuple[float, float, list[float]]:
     """Train; returns the held-out accuracy before and after, and the losses of all steps."""
-    before = accuracy(model, tokenizer)
+    before = accuracy(model, tokenizer, most)
     losses = train(
         model.parameters(), list(batches(tokenizer, seed, steps)), lambda batch: model(**batch).loss, rate=RATE
     )
-    return before, accuracy(model, tokenizer), losses
+    return before, accuracy(model, tokenizer, most), losses
 
 
 def main() -> None:
@@ -93,7 +93,7 @@ def main() -> None:
         )
         tokenizer = prepared(AutoTokenizer.from_pretrained(open_checkpoint(arguments.model).source))
         model.config.pad_token_id = tokenizer.pad_token_id
-        before, after, losses = tune(model, tokenizer, arguments.seed, arguments.steps)
+        before, after, losses = tune(model, tokenizer, arguments.seed, arguments.steps, arguments.held_out)
         model.save_pretrained(arguments.output)
         model.swarm.close()
     print(f"Held-out accuracy: {before:.3f} before, {after:.3f} after; the margin asked for is {MARGIN}")

@@ -113,7 +113,13 @@ def loss_of(model: Any, memory: Memory, rows: torch.Tensor, documents: torch.Ten
 
 
 def tune(
-    model: Any, tokenizer: PreTrainedTokenizerBase, library: Library, at_random: bool, seed: int, steps: int
+    model: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    library: Library,
+    at_random: bool,
+    seed: int,
+    steps: int,
+    most: int | None = None,
 ) -> tuple[float, list[float]]:
     """Train a module; returns its held-out loss and the losses of all steps."""
     torch.manual_seed(seed)
@@ -126,7 +132,7 @@ def tune(
 
     losses = train(memory.parameters(), data, loss, rate=RATE)
     with torch.no_grad():
-        parts = chunks(tokenizer, held_out=True, characters=40_000).split(16)
+        parts = chunks(tokenizer, held_out=True, characters=40_000)[:most].split(16)
         held_out = [float(loss_of(model, memory, part, torch.full((len(part),), -1))) * len(part) for part in parts]
     return sum(held_out) / sum(map(len, parts)), losses
 
@@ -139,8 +145,8 @@ def main() -> None:
         model.requires_grad_(False)
         tokenizer = AutoTokenizer.from_pretrained(open_checkpoint(arguments.model).source)
         library = remember(model, chunks(tokenizer, held_out=False, characters=600_000)[:REMEMBERED])
-        baseline, _ = tune(model, tokenizer, library, True, arguments.seed, steps)
-        result, losses = tune(model, tokenizer, library, False, arguments.seed, steps)
+        baseline, _ = tune(model, tokenizer, library, True, arguments.seed, steps, arguments.held_out)
+        result, losses = tune(model, tokenizer, library, False, arguments.seed, steps, arguments.held_out)
         model.swarm.close()
     print(f"Held-out loss: {baseline:.3f} at random, {result:.3f} by likeness; the margin asked for is {MARGIN}")
     plot(losses, "Retrieval between blocks", arguments.output / "loss.png", ("at random, held-out", baseline))

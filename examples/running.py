@@ -21,13 +21,14 @@ BLOCKS = ("0:4", "4:8", "8:12")
 
 
 def options(description: str | None, output: str, trains_by_steps: bool = True) -> argparse.ArgumentParser:
-    """Make a parser with the options of every example; with `--steps` if it trains by steps."""
+    """Make a parser with the options of every example; with `--steps` and `--held-out` if it trains by steps."""
     parser = argparse.ArgumentParser(description=(description or "").splitlines()[0])
     parser.add_argument("--model", help="local folder or hub id; default: the demo model")
     parser.add_argument("--initial-peers", nargs="+", help="a swarm to train on; default: three local servers")
     parser.add_argument("--seed", type=int, default=0)
     if trains_by_steps:
         parser.add_argument("--steps", type=int, help="number of optimizer steps; use fewer for a quick test")
+        parser.add_argument("--held-out", type=int, help="the most held-out examples; use fewer for a quick test")
     parser.add_argument("--output", type=Path, default=Path(output), help="folder for what was trained")
     return parser
 

@@ -40,9 +40,8 @@ def figures(output: str) -> list[float]:
     return [float(number) for number in re.findall(r"\d+\.\d+", line)]
 
 
-@pytest.mark.parametrize("mode", ["ptune", "deep_ptune"])
-def test_prompts_are_tuned_for_classification(swarm: TestSwarm, tmp_path: Path, mode: str) -> None:
-    before, after, _ = figures(run(swarm, "prompt_tuning.py", tmp_path, "--steps", "2", "--mode", mode))
+def test_prompts_are_tuned_for_classification(swarm: TestSwarm, tmp_path: Path) -> None:
+    before, after, _ = figures(run(swarm, "prompt_tuning.py", tmp_path, "--steps", "2", "--held-out", "64"))
     assert 0 < before < 1
     assert 0 < after < 1
     assert (tmp_path / "loss.png").stat().st_size > 1000
@@ -50,7 +49,7 @@ def test_prompts_are_tuned_for_classification(swarm: TestSwarm, tmp_path: Path, 
 
 
 def test_lora_learns_text_from_the_first_steps_on(swarm: TestSwarm, tmp_path: Path) -> None:
-    before, after, _ = figures(run(swarm, "lora_text.py", tmp_path, "--steps", "4"))
+    before, after, _ = figures(run(swarm, "lora_text.py", tmp_path, "--steps", "4", "--held-out", "16"))
     assert after < before
     assert (tmp_path / "loss.png").stat().st_size > 1000
     assert (tmp_path / "adapter_model.safetensors").exists()
@@ -65,6 +64,6 @@ def test_a_text_with_early_exits_is_the_same(swarm: TestSwarm, tmp_path: Path) -
 
 
 def test_a_module_between_the_blocks_is_trained(swarm: TestSwarm, tmp_path: Path) -> None:
-    at_random, by_likeness, _ = figures(run(swarm, "retrieval.py", tmp_path, "--steps", "10"))
+    at_random, by_likeness, _ = figures(run(swarm, "retrieval.py", tmp_path, "--steps", "10", "--held-out", "16"))
     assert by_likeness < at_random
     assert (tmp_path / "loss.png").stat().st_size > 1000

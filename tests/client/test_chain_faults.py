@@ -203,7 +203,7 @@ def run_logged(scenario: Callable[[], Coroutine[Any, Any, None]], seed: int, log
 
 
 EACH_SEED = pytest.mark.parametrize(
-    "seeds", slow_except([range(first, first + 25) for first in range(0, 200, 25)], range(0, 25)), ids=str
+    "seeds", slow_except([range(first, first + 25) for first in range(0, 100, 25)], range(0, 25)), ids=str
 )
 
 

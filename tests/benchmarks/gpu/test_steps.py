@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from benchmarks.gpu import runner, schedules, spans
+from benchmarks.gpu.__main__ import main
 from benchmarks.gpu.bench import Bench, Case, NotHere, Step, WrongResult
 from benchmarks.gpu.breaking import broken
 from benchmarks.gpu.child import run_step
@@ -260,24 +261,24 @@ def command(tmp_path: Path, *arguments: str):
     yield done, [Record(**one) for one in report["records"]]
 
 
-@pytest.mark.slow
-def test_wrong_arguments_are_refused(tmp_path):
-    for arguments in (("--steps", "nothing"), ("--break", "nothing=kernel"), ("--break", "pages=nothing")):
-        line = [sys.executable, "-m", "benchmarks.gpu", "--out", str(tmp_path), *arguments]
-        done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=120)
-        assert done.returncode == 2
-        assert "nothing" in done.stderr
+@pytest.mark.parametrize(
+    "arguments", [("--steps", "nothing"), ("--break", "nothing=kernel"), ("--break", "pages=nothing")]
+)
+def test_wrong_arguments_are_refused(tmp_path, monkeypatch, capsys, arguments):
+    monkeypatch.setattr(sys, "argv", ["benchmarks.gpu", "--out", str(tmp_path), *arguments])
+    with pytest.raises(SystemExit) as refused:
+        main()
+    assert refused.value.code == 2
+    assert "nothing" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)
-def test_the_whole_command_runs_to_its_end(tmp_path):
-    with command(tmp_path) as (done, records):
+def test_a_run_without_a_card_says_so_and_ends_well(tmp_path):
+    with command(tmp_path, "--steps", "card") as (done, records):
         assert done.returncode == 0, done.stdout
     assert done.stdout.startswith("There was no GPU.")
     assert "There was no GPU" in (tmp_path / "report.md").read_text()
-    assert {one.step for one in records} == set(STEPS)
     assert {one.status for one in records} <= {"ok", "skipped"}
 
 
@@ -297,6 +298,8 @@ def test_each_step_fails_on_purpose_and_the_rest_goes_on(tmp_path):
     found: dict[str, set[str]] = {step: {one.status for one in records if one.step == step} for step in STEPS}
     for step, fault in FAULTS.items():
         expected = {"crash": "died", "error": "failed", "kernel": "wrong", "capture": "wrong"}.get(fault)
+        if fault in ("crash", "error"):  # of one case; what is right with the others is right here
+            assert sum(one.status not in ("ok", "skipped") for one in records if one.step == step) == 1, (step, found)
         if step == "prefill":  # falls back, and says so
             assert found[step] == {"ok"}
             assert {one.note for one in records if one.step == step} == {"plain cache"}

@@ -31,7 +31,7 @@ def play_many(player: InMemory) -> None:
 
 
 # What was found: an adapter that one server alone refuses (13), a step refused and answered all the same (2348).
-@pytest.mark.parametrize("seed", slow_except([*range(20), 2348], 1, 13, 2348))
+@pytest.mark.parametrize("seed", slow_except([*range(14), 2348], 1, 13, 2348))
 def test_a_game_is_without_violation(player: InMemory, seed: int) -> None:
     play(player._model, seed, player.mischief)
 
