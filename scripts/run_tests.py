@@ -3,8 +3,8 @@
     python -m scripts.run_tests [ARGUMENTS OF PYTEST]
 
 What fails twice has failed. What passes when no other test runs beside it is named in the last lines as `flaky: NAME`;
-up to five such tests are forgiven, because a machine that does much else at times is not the fault of a change. Each of
-them is a bug all the same: of the test, or of what it tests.
+up to five such tests are forgiven, because a busy machine is not the fault of a change. Each of them is still a bug,
+of the test or of what it tests.
 
 Exits with pytest's own code, which is 0 if all that failed was forgiven.
 """

@@ -379,7 +379,7 @@ class DriveFailed(ServerFault):
 
 
 class TooManyDownloads(ServerFault):
-    """So many others receive weights from this peer that there is no room for one more; ask another, or later."""
+    """This peer already sends weights to as many others as it allows; ask another peer, or try again later."""
 
     code = "too_many_downloads"
 

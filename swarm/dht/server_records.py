@@ -189,12 +189,12 @@ def _require_valid_addresses(record: ServerRecord) -> None:
     """Other peers dial these: no host names, which would have to be resolved, and nothing of one machine only."""
     for address in record.addresses:
         if not (is_direct(address) or is_circuit(address)):
-            raise ProtocolViolation(f"an announcement has {address!r}, which is no address of a peer")
+            raise ProtocolViolation(f"an announcement has {address!r}, which is not a valid address of a peer")
     for address in record.lan_addresses:
         if not is_lan(address):
-            raise ProtocolViolation(f"an announcement has {address!r}, which is no address in a local network")
+            raise ProtocolViolation(f"an announcement has {address!r}, which is not an address in a local network")
     if record.outer_host and not is_ip(record.outer_host):
-        raise ProtocolViolation(f"an announcement has {record.outer_host!r}, which is no IP address")
+        raise ProtocolViolation(f"an announcement has {record.outer_host!r}, which is not a valid IP address")
 
 
 def _require_valid_exits(record: ServerRecord) -> None:

@@ -1,4 +1,4 @@
-"""Pairing a worker with its starter: the line that is copied, the proof, and who is taken. Pure.
+"""Pairing a worker with its starter: the line to copy, the proof, and which starter is accepted. Pure.
 
 libp2p has authenticated both peer ids and encrypts the stream. The starter proves that it knows the secret of the line:
 an HMAC under the secret over a random number of each side and both peer ids, so a proof serves for one stream between

@@ -88,7 +88,7 @@ class WeightsOption:
     """The `--weights-from` option and what goes with it: where weights come from, and who gets them from here.
 
     Attributes:
-        source: "auto", "hub", "peers", or a folder. auto: from peers if the model is no folder and the hub cannot be
+        source: "auto", "hub", "peers", or a folder. auto: from peers if the model is not a folder and the hub cannot be
             reached.
         digests: file of `swarm digest --for-peers`, which says what weights from peers must be.
         trust_on_first_use: whether to believe the peers that are met first, if there is no such file.

@@ -134,7 +134,7 @@ class WeightsHolder:
 
     async def _answer(self, parts: CheckpointParts, request: messages.WeightsMessage) -> bytes:
         if not isinstance(request, (messages.GetManifest, messages.GetChunkDigests, messages.GetChunk)):
-            raise ProtocolViolation(f"{type(request).__name__} is no request for weights")
+            raise ProtocolViolation(f"{type(request).__name__} is not a request for weights")
         if request.part not in parts.held:
             raise WeightsNotShared(f"this peer does not share part {request.part} of {parts.checkpoint.name}")
         try:

@@ -87,8 +87,8 @@ class _AutoDistributedModel:
                 "auto": 8 bits if measurements showed that the family tolerates them, else 16 (docs/wire.md).
             cache_dir: folder for files of the hub, and for what peers send.
             weights_from: where config, tokenizer, embeddings and head come from: "hub" (or the folder), "peers"
-                (servers of the swarm that share them), or "auto": from peers if the model is no folder, the hub cannot
-                be reached, and `network` says which weights are believed.
+                (servers of the swarm that share them), or "auto": from peers if the model is not a folder, the hub
+                cannot be reached, and `network` says which weights are believed.
             local_blocks: first blocks that this process computes itself, such as 4 or "0:4".
             show_route: print every route that a session takes.
             network: which servers are used, and how long to wait for them.

@@ -73,7 +73,7 @@ def header_length(start: bytes) -> int:
 
 
 def read_header(path: Path) -> Mapping[str, StoredTensor]:
-    """The tensors of a file on this machine. Raises `CheckpointError` if it is no whole safetensors file."""
+    """The tensors of a file on this machine. Raises `CheckpointError` if it is not a complete safetensors file."""
     try:
         size = path.stat().st_size
         with path.open("rb") as file:

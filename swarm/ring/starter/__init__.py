@@ -1,1 +1,1 @@
-"""The starter of a ring: who holds what, and what is said to the workers."""
+"""The starter of a ring: which machine holds which blocks, and what the workers are told."""

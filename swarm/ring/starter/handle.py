@@ -123,7 +123,7 @@ class Ring:
         self._model: Any = None
 
     def start(self) -> Ring:
-        """Collect the workers, decide who holds what, send what they lack, and wait until all serve.
+        """Collect the workers, decide which blocks each holds, send what it lacks, and wait until all serve.
 
         Raises:
             ModelNotFound, CheckpointError: the model cannot be used, or is not wholly on this machine.

@@ -1,7 +1,7 @@
 """The life of a ring, as its starter leads it: collects the workers, assigns blocks, and plans anew when one vanishes.
 
 Workers keep doing what they were assigned while the starter is away, so a starter that begins again takes a ring up as
-it is. `swarm.ring.starter.ring_plan` decides who holds what; here it is asked and carried out.
+it is. `swarm.ring.starter.ring_plan` decides which machine holds which blocks; here it is asked and carried out.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class RingWatcher:
         """Something has changed at a worker."""
 
     def on_plan(self, ring: RingGroup, plan: PipelinePlan) -> None:
-        """It is decided who holds what when the ring starts."""
+        """It is decided which machine holds which blocks when the ring starts."""
 
     def on_notice(self, text: str) -> None:
         """A line of text for people."""
@@ -101,7 +101,7 @@ class StarterLife:
 
     Attributes:
         servers: peer ids of the workers' servers that are online. The object stays the same and is kept up to date.
-        plan: who holds what now.
+        plan: which machine holds which blocks now.
     """
 
     def __init__(
@@ -166,7 +166,7 @@ class StarterLife:
                 )
 
     def make_plan(self) -> None:
-        """Decide who holds what: as told, as the workers hold it already, or what is fastest.
+        """Decide which machine holds which blocks: as told, as the workers hold it already, or what is fastest.
 
         Raises:
             PartitionError: the partition does not fit the model or the workers.

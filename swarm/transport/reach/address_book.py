@@ -9,6 +9,8 @@ from swarm.data_structures import Whereabouts
 MAX_PEERS = 8192
 """Peers whose addresses are remembered; those of the peer that was learned of longest ago are forgotten first."""
 
+_NOWHERE = Whereabouts()
+
 
 class AddressBook:
     """The whereabouts of other peers, learned from their signed announcements.
@@ -30,15 +32,15 @@ class AddressBook:
 
     def may_be_near(self, peer_id: str) -> bool:
         """Whether a peer can be dialed in its own network, which may be this one's."""
-        known = self._known.get(peer_id)
-        return known is not None and bool(known.lan_addresses)
+        return bool(self._whereabouts(peer_id).lan_addresses)
 
     def addresses_of(self, peer_id: str) -> tuple[str, ...]:
         """The addresses at which this peer can dial another one, as far as it knows."""
-        known = self._known.get(peer_id)
-        return known.seen_from(self.outer_host) if known is not None else ()
+        return self._whereabouts(peer_id).seen_from(self.outer_host)
 
     def lan_addresses_of(self, peer_id: str) -> tuple[str, ...]:
         """Those of them that are in the network of both."""
-        known = self._known.get(peer_id)
-        return known.lan_from(self.outer_host) if known is not None else ()
+        return self._whereabouts(peer_id).lan_from(self.outer_host)
+
+    def _whereabouts(self, peer_id: str) -> Whereabouts:
+        return self._known.get(peer_id, _NOWHERE)
