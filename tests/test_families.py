@@ -2,7 +2,8 @@
 
 The representatives over three servers, with tokens that leave early, too; and the servers' caches are then those of
 plain generation, bit for bit. The others over one: what a cut does to a family is tried in one process, for all of them
-(`tests/models/test_zoo_spans.py`), and this shows that the client holds the rest of it.
+(`tests/models/test_zoo_spans.py`), and this shows that the client holds the rest of it; families whose rest is that of
+another one are left out.
 """
 
 from __future__ import annotations
@@ -23,9 +24,14 @@ from tests.zoo import FAMILIES, REPRESENTATIVES, make_checkpoint
 
 SPANS = ("0:2", "2:3", "3:6")  # the second and third start in the middle of every pattern
 NEW_TOKENS = 12
+SAME_REST = {
+    "olmo2", "hunyuan_v1_dense", "seed_oss", "phi3", "qwen3", "qwen3_moe", "opt_projected", "falcon_multi_query",
+    "falcon_alibi", "deepseek_v2", "glm4_moe", "hunyuan_v1_moe",
+}  # fmt: skip
+"""What a client computes of these is, line by line, what it computes of another family of the zoo."""
 
 
-@pytest.mark.parametrize("family", slow_except(FAMILIES, *REPRESENTATIVES))
+@pytest.mark.parametrize("family", slow_except([one for one in FAMILIES if one not in SAME_REST], *REPRESENTATIVES))
 def test_family(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(look_meter, "MIN_GAIN", 0.0)  # look also at servers that are so near that it is not worth it
     folder = make_checkpoint(family, tmp_path)

@@ -71,11 +71,11 @@ def test_the_server_in_the_middle_is_killed_and_replaced_in_mid_text(checkpoint,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("checkpoint", "memory"), [("mixtral", 100_000), ("llama", 70_000)], indirect=["checkpoint"])
-def test_a_server_on_flash_moves_to_other_blocks(checkpoint, memory, tmp_path):
+@pytest.mark.parametrize("checkpoint", ["mixtral"], indirect=True)
+def test_a_server_on_flash_moves_to_other_blocks(checkpoint, tmp_path):
     """It closes a gap with blocks that it prepares there, and goes on with the text of a session that it served."""
     cache = tmp_path / "cache"
-    flash = {"flash": FlashOption(memory=memory), "flash_io": FlashIo.CACHED, "cache_dir": cache}
+    flash = {"flash": FlashOption(memory=100_000), "flash_io": FlashIo.CACHED, "cache_dir": cache}
     # So slow that a route goes through the one on flash, whatever a busy machine makes of their round trips.
     with run_swarm(checkpoint, ["0:4"], update_period=PERIOD_S, throughput=ThroughputOption(1.0)) as swarm:
         tail = swarm.start("4:6", update_period=PERIOD_S).wait_ready()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import shutil
 import tempfile
 import time
@@ -224,6 +225,12 @@ class HomesSwarm:
         started = kind(process, ours)
         self.stack.callback(started.stop)
         return started
+
+
+def relays_said(log: Path) -> list[set[str]]:
+    """The relays through which a peer says in its log that it is reached, each time that it says so."""
+    said = re.findall(r"This peer is reached through relays \(([^)]*)\)", log.read_text())
+    return [set(relays.split(", ")) for relays in said]
 
 
 @contextmanager

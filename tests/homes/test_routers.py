@@ -58,5 +58,5 @@ def test_a_home_that_nobody_relays_for_is_never_announced_as_online_until_somebo
     with pytest.raises(Failed, match="no online server announces them"):
         client.write(PROMPT[0].tolist(), 1)
     homes.server(hosts[1], "0:1").wait_ready()  # which relays
-    wait_until(lambda: "Ready: serving blocks 0:12" in log.read_text(), SETTLE_S)
+    wait_until(lambda: "Ready: serving blocks 0:12" in log.read_text())
     write(homes, client)

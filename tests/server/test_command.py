@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import time
@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from swarm.cli.local_swarm import LOOPBACK, PeerProcess
 from tests.slow import slow_except
+from tests.swarms import FORKS
 from tests.waiting import TIMEOUT_S
 from tests.zoo import make_checkpoint
 
@@ -167,22 +168,36 @@ def test_a_start_removes_the_folder_of_a_server_that_was_killed(folder: Path, st
         assert not [*Path(temporary).glob("swarm-*")]
 
 
-def refusal(*arguments: str) -> str:
-    """Run a command that must fail: exit code 2 and one line, which is returned."""
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
-    environment.pop("SWARM_INITIAL_PEERS", None)
-    command = [sys.executable, "-m", "swarm.server", *arguments]
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, start_new_session=True
-    ) as process:
-        out, error = process.communicate(timeout=300)
+def refusal(folder: Path, *arguments: str) -> str:
+    """Run a command that must fail: exit code 2 and one line, which is returned.
+
+    In a fork, which need not import everything again.
+    """
+    out, errors = folder / "out", folder / "errors"
+    process = FORKS.Process(target=_run_command, args=(arguments, out, errors))
+    process.start()
+    process.join(TIMEOUT_S)
+    try:
         group = [child for child in psutil.process_iter(["pid"]) if _group_of(child) == process.pid]
-    assert process.returncode == 2, out + error
-    assert not group, "something was left running"
-    lines = [line for line in error.splitlines() if line]
-    assert len(lines) == 1, error
+        assert process.exitcode == 2, out.read_text() + errors.read_text()
+        assert not group, "something was left running"
+    finally:
+        process.kill()
+        process.join()
+    lines = [line for line in errors.read_text().splitlines() if line]
+    assert len(lines) == 1, lines
     assert lines[0].startswith("Error: ")
     return lines[0]
+
+
+def _run_command(arguments: tuple[str, ...], out: Path, errors: Path) -> None:
+    os.setsid()
+    for file, number in ((out, 1), (errors, 2)):
+        os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT), number)
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    os.environ.pop("SWARM_INITIAL_PEERS", None)
+    sys.argv = ["swarm.server", *arguments]
+    runpy.run_module("swarm.server", run_name="__main__", alter_sys=True)
 
 
 def _group_of(process: psutil.Process) -> int:
@@ -243,7 +258,7 @@ def test_bad_input_is_one_line_and_exit_code_2(
         filled = [argument.format(**names) for argument in arguments]
         listen = () if "--host-maddrs" in filled else LISTEN
         blocks = () if "--blocks" in filled else ("--blocks", "0:2")
-        assert says in refusal(*filled, *blocks, *listen)
+        assert says in refusal(tmp_path, *filled, *blocks, *listen)
 
 
 @pytest.mark.slow

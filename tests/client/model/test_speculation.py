@@ -155,8 +155,7 @@ def test_candidates_need_no_room_beyond_the_end_of_the_text(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("block", [0, 2, 5])
-@pytest.mark.parametrize("how", ["perfect", "poor"])
+@pytest.mark.parametrize(("block", "how"), [(0, "perfect"), (2, "poor"), (5, "perfect")])
 def test_a_server_is_killed_meanwhile(
     swarm: TestSwarm, local: Any, perfect: dict[str, Any], poor: dict[str, Any], block: int, how: str
 ) -> None:

@@ -329,6 +329,7 @@ def test_an_urgent_step_does_not_wait_behind_those_that_are_not(others, tokens, 
 
 
 @pytest.mark.slow
+@settings(max_examples=30)
 @given(st.lists(SHORT, max_size=12), st.integers(1, 60), st.sampled_from([0.002, 0.01, 0.04, 0.3]))
 def test_what_is_not_urgent_is_computed_within_the_bound(flood, budget, iteration):
     """Urgent steps come again and again, and ask for all there is. From the bound on it is a step like others."""

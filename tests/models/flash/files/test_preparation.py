@@ -57,17 +57,17 @@ def contents(llama, root) -> dict[str, tuple[bytes, int]]:
     return {path.name: (path.read_bytes(), path.stat().st_ino) for path in folder.iterdir()}
 
 
-@pytest.mark.parametrize("plan_of", [plan_largest, plan_streamed])
 @pytest.mark.parametrize(
-    ("family", "dtype"),
+    ("family", "dtype", "plan_of"),
     [
         *slow_except(
-            [(family, torch.bfloat16) for family in zoo.FAMILIES],
-            *((family, torch.bfloat16) for family in QUICK),
+            [(family, torch.bfloat16, plan_largest) for family in zoo.FAMILIES],
+            *((family, torch.bfloat16, plan_largest) for family in QUICK),
             unpack=True,
         ),
-        ("llama", torch.float32),
-        ("mixtral", torch.float16),
+        *((family, torch.bfloat16, plan_streamed) for family in QUICK),  # all of them: in test_block_stream.py
+        ("llama", torch.float32, plan_streamed),
+        ("mixtral", torch.float16, plan_streamed),
     ],
 )
 def test_what_is_written_is_the_loaded_block(tmp_path, family, dtype, plan_of):
