@@ -13,7 +13,7 @@ _LOCK = "lock"
 
 
 def default_folder(name: str) -> Path:
-    """Where a worker or a starter keeps its own things. Raises `InvalidOption` if there is no home directory."""
+    """The folder for a worker's or a starter's own files. Raises `InvalidOption` if there is no home directory."""
     folder = data_folder()
     if folder is None:
         raise InvalidOption("this user has no home folder; say with --folder where this machine's part is kept")

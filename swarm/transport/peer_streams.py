@@ -31,7 +31,7 @@ LAN_DIAL_TIMEOUT_S = 1.0
 """How long a peer in the same network is dialed there only: a relay may be quicker, and its connection stays."""
 
 OUTSIDE_TIMEOUT_S = 1.0
-"""How long to wait for this peer's own outer address, which tells who is in the same network."""
+"""How long to wait for this peer's outer address, which tells which peers share its network."""
 
 ANSWER_TIMEOUT_S = 5.0
 """How long a peer that did not let this one join may take to say that its swarm is private."""
@@ -53,7 +53,7 @@ class PeerStreams:
 
     Attributes:
         on_unreachable: called with the id of a peer that could not be dialed, or did not answer.
-        outside_known: set once this peer has learned its outer address, or that nobody tells it.
+        outside_known: set once this peer has learned its outer address, or that no peer reports one.
     """
 
     def __init__(self, p2p: P2P, gate: MemberGate | None, book: AddressBook) -> None:

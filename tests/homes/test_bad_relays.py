@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from multiprocessing.connection import Connection
 
 import pytest
@@ -19,7 +18,7 @@ from swarm.transport.reach.relay_places import MAX_LOSSES
 from tests.disturbances import demo_prompt, demo_text
 from tests.homes.bad_relays import Badness, BadRelay, run_bad_relay
 from tests.homes.laboratory import Host, needs_root
-from tests.homes.processes import EVERYWHERE, Process
+from tests.homes.processes import EVERYWHERE, Process, relays_said
 from tests.server_process import prepare
 from tests.waiting import wait_until
 
@@ -28,7 +27,6 @@ pytestmark = [pytest.mark.slow, needs_root]
 PROMPT = demo_prompt()
 TOKENS = 60
 MODEL = ModelInfo("demo", 12, "main")
-RELAYS_SAID = re.compile(r"This peer is reached through relays \(([^)]*)\)")
 SETTLE_S = 60.0
 
 
@@ -74,9 +72,6 @@ def test_a_home_ends_with_places_at_honest_relays_and_nothing_is_sent_to_it_in_v
     server.wait_ready()
     names = {f"…{relay.peer_id[-6:]}" for relay in honest}
 
-    def held() -> list[set[str]]:
-        return [set(found.split(", ")) for found in RELAYS_SAID.findall(log.read_text())]
-
     named = {badness: f"…{relay.peer_id[-6:]}" for badness, relay in bad.items()}
     dropping = named[Badness.DROPS]
 
@@ -85,17 +80,17 @@ def test_a_home_ends_with_places_at_honest_relays_and_nothing_is_sent_to_it_in_v
 
     def is_held_again(drops: int) -> bool:
         regained = log.read_text().count(f"Relay {dropping} was lost, and is used again")
-        return regained >= drops and any(dropping in relays for relays in held()[-1:])
+        return regained >= drops and any(dropping in relays for relays in relays_said(log)[-1:])
 
     for drops in range(MAX_LOSSES):
         wait_until(lambda drops=drops: is_held_again(drops) or is_given_up(), SETTLE_S)
         bad[Badness.DROPS].drop()
-    wait_until(lambda: is_given_up() and held()[-1:] == [names], SETTLE_S)
+    wait_until(lambda: is_given_up() and relays_said(log)[-1:] == [names], SETTLE_S)
     written = client.write(PROMPT[0].tolist(), TOKENS)
     assert written.tokens == demo_text(PROMPT, TOKENS)
     assert not written.avoided, "it was sent to a server that it could not reach"
     liars = {Badness.REFUSES, Badness.DOES_NOT_CARRY}
-    assert not any(named[badness] in relays for badness in liars for relays in held()), "a liar was announced"
+    assert not any(named[badness] in relays for badness in liars for relays in relays_said(log)), "a liar was announced"
     assert all(bad[badness].asked for badness in liars)
     dialing = homes.start_process(Process, dial_announced, away, P2PConfig(homes.swarm.bootstraps), server.peer_id)
     answers = dialing.receive()
