@@ -254,12 +254,15 @@ class StepLayout:
     than `starts[r]` tokens of the sequence, it rolls back. With `sources`, sequence `r` first becomes a copy of the
     former sequence `sources[r]` (beam search). With `offsets`, the model sees the new tokens at positions from
     `starts[r] + offsets[r]` on: a padded batch without explicit positions counts its padding, as in transformers.
+    With `rope_lengths`, the rotary frequencies of the new tokens are those of a text of at least so many tokens, where
+    they depend on that (`swarm.models.rope_lengths`); without, those of the text up to each token.
     """
 
     starts: tuple[int, ...]
     counts: tuple[int, ...]
     sources: tuple[int, ...] | None = None
     offsets: tuple[int, ...] | None = None
+    rope_lengths: tuple[int, ...] | None = None
 
     @property
     def sequences(self) -> int:
@@ -268,6 +271,12 @@ class StepLayout:
     @property
     def tokens(self) -> int:
         return sum(self.counts)
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """For each sequence, the position behind its last new token, as the model sees it."""
+        offsets = self.offsets or (0,) * self.sequences
+        return tuple(map(sum, zip(self.starts, self.counts, offsets, strict=True)))
 
 
 @dataclass(frozen=True, slots=True)

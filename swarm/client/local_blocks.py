@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -187,8 +188,7 @@ class LocalSession:
         """
         began = time.perf_counter()
         sources = local_sources(layout.sources, self._copied)
-        local_layout = StepLayout(layout.starts, layout.counts, sources, layout.offsets)
-        output = self._blocks.compute(self._cache, hidden_RTH, real_RT, local_layout)
+        output = self._blocks.compute(self._cache, hidden_RTH, real_RT, replace(layout, sources=sources))
         if layout.sources is not None:
             self._copied = layout.sources
         seconds = time.perf_counter() - began

@@ -30,6 +30,7 @@ from swarm.client.wire.padding import pack_hidden, position_offsets, split_step,
 from swarm.data_structures import HopTiming, Route, Span, StepLayout
 from swarm.errors import SessionClosed, TooLong, UsageError
 from swarm.models.placeholder_cache import PlaceholderCache
+from swarm.models.rope_lengths import rope_limit
 from swarm.protocol.messages import ExitTerms
 
 
@@ -50,6 +51,8 @@ class InferenceSession:
         cache: the session as transformers sees it.
         early_exit: when tokens leave early in `generate` calls that do not say; None for never.
         groups: what early exit has measured in it.
+        rope_limit: how long texts are whose rotary frequencies do not depend on their length; None for any length.
+        text_length: of a text that comes in several forwards, for frequencies as if it came in one; 0 to count.
     """
 
     def __init__(
@@ -63,6 +66,8 @@ class InferenceSession:
         self.groups = GroupMeter()
         self._listener = listener
         self._model = model
+        self.rope_limit = rope_limit(model.config)
+        self.text_length = 0
         self._connection = connection
         self._chain: Chain | None = None
         self._local: LocalSession | None = None
@@ -132,6 +137,7 @@ class InferenceSession:
         mask: torch.Tensor | None,
         positions: torch.Tensor | None,
         tokens: torch.Tensor | None,
+        rope_lengths: tuple[int, ...] | None = None,
     ) -> torch.Tensor:
         """Run the hidden states of new slots through all blocks.
 
@@ -140,12 +146,20 @@ class InferenceSession:
             mask: attention mask `[sequences, position + new]`, or None if no slot is padding.
             positions: position ids `[sequences or 1, new]` that the model's layers get, or None.
             tokens: token ids `[sequences, new]`, if known.
+            rope_lengths: of the forward that these slots are a part of; None if they are all of it.
 
         Returns:
             the outputs of the last block, same shape; zero where padded.
+
+        Raises:
+            UsageError: the position ids of a sequence do not count on from one to the next.
         """
         sequences, new, _ = hidden.shape
-        layout, real = self._next_layout(sequences, new, mask)
+        layout, real = self._next_layout(sequences, new, mask, positions)
+        if rope_lengths is None and self.rope_limit is not None:
+            ends = tuple(max(end, self.text_length) for end in layout.ends)
+            rope_lengths = ends if max(ends) > self.rope_limit and new > 1 else None
+        layout = replace(layout, rope_lengths=rope_lengths)
         max_slots = max(1, MAX_REQUEST_TOKENS // sequences)
         if layout.tokens:
             chain = self._open_chain()
@@ -155,15 +169,15 @@ class InferenceSession:
             if chunk < new and first_alone:
                 max_slots = chunk
         if new > max_slots:
-            return self._compute_in_two_steps(hidden, mask, positions, tokens, max_slots)
+            return self._compute_in_two_steps(hidden, mask, positions, tokens, max_slots, rope_lengths)
         result = hidden
         if layout.tokens:
-            result = self._compute_chunks(hidden, layout, real, positions, chunk)
+            result = self._compute_chunks(hidden, layout, real, chunk)
         self.cache.commit(sequences, new, real, tokens)
         return result
 
     def _next_layout(
-        self, sequences: int, new: int, mask: torch.Tensor | None
+        self, sequences: int, new: int, mask: torch.Tensor | None, positions: torch.Tensor | None
     ) -> tuple[StepLayout, torch.Tensor | None]:
         """The layout of a step of `new` slots, and which of them hold tokens; see `PlaceholderCache.layout`."""
         if self._closed:
@@ -174,7 +188,7 @@ class InferenceSession:
             raise TooLong(
                 f"the session would be {longest} tokens long; it was opened with max_length={self.max_length}"
             )
-        return layout, real
+        return replace(layout, offsets=position_offsets(positions, real, layout)), real
 
     def begin(
         self,
@@ -195,10 +209,9 @@ class InferenceSession:
                 let steps go first for which others wait.
         """
         sequences, new, _ = hidden.shape
-        layout, real = self._next_layout(sequences, new, mask)
+        layout, real = self._next_layout(sequences, new, mask, positions)
         chain = self._open_chain()
         inputs = hidden if self._local is None else self._local.compute(hidden, real, layout)
-        layout = replace(layout, offsets=position_offsets(positions, real, layout))
         packed = pack_hidden(inputs, real, self._connection.config.wire)
         number = self._connection.run(chain.begin(packed, layout, exits, exit_block))
         before = self.cache.length
@@ -270,6 +283,7 @@ class InferenceSession:
         positions: torch.Tensor | None,
         tokens: torch.Tensor | None,
         size: int,
+        rope_lengths: tuple[int, ...] | None,
     ) -> torch.Tensor:
         """`compute` for the first `size` slots, and then for the rest."""
         past = self.position
@@ -281,6 +295,7 @@ class InferenceSession:
                     mask[:, : past + slots.stop] if mask is not None else None,
                     positions[:, slots] if positions is not None else None,
                     tokens[:, slots] if tokens is not None else None,
+                    rope_lengths,
                 )
             )
         return torch.cat(outputs, dim=1)
@@ -290,11 +305,10 @@ class InferenceSession:
         hidden: torch.Tensor,
         layout: StepLayout,
         real: torch.Tensor | None,
-        positions: torch.Tensor | None,
         size: int,
     ) -> torch.Tensor:
         """The blocks' outputs; chunks of `size` slots follow each other through the chain."""
-        chunks = list(split_step(layout, real, positions, hidden.shape[1], size))
+        chunks = list(split_step(layout, real, hidden.shape[1], size))
         steps = []
         for slots, chunk_layout, chunk_real in chunks:
             inputs = hidden[:, slots]

@@ -27,6 +27,7 @@ def prompt_scores(
         before_portion: called before each portion, and may raise.
     """
     scored = [SampledToken(prompt[0])]
+    session.text_length = len(prompt)
     for start in range(0, len(prompt), PORTION_TOKENS):
         before_portion()
         end = min(start + PORTION_TOKENS, len(prompt))
@@ -40,4 +41,5 @@ def prompt_scores(
         for token, scores_V in zip(following, logits_TV, strict=False):
             logprobs_V = torch.log_softmax(scores_V.float(), dim=-1)
             scored.append(SampledToken(token, float(logprobs_V[token]), top_tokens(logprobs_V, count)))
+    session.text_length = 0
     return tuple(scored)

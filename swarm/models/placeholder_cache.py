@@ -33,6 +33,8 @@ class PlaceholderCache(Cache):
         self.length = 0
         self.exact_length = 0
         """How many leading slots have passed all blocks. Behind them, what servers hold may be approximate."""
+        self.longest = 0
+        """How many slots there were at most since the first one."""
         self.sequences = 0
         self.tokens: torch.Tensor | None = None
         """Token ids `[sequences, length]` of all slots, or None after hidden states came without ids."""
@@ -54,6 +56,10 @@ class PlaceholderCache(Cache):
         self._kept_session = self.session
 
     # The interface of a transformers cache.
+
+    def __bool__(self) -> bool:
+        """True, as any cache of a model with layers."""
+        return True
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self.length
@@ -104,7 +110,7 @@ class PlaceholderCache(Cache):
         if self._real is not None:
             self._real = self._real[:, :length]
         if length == 0:
-            self.sequences, self.tokens, self._real, self._sources = 0, None, None, None
+            self.longest, self.sequences, self.tokens, self._real, self._sources = 0, 0, None, None, None
 
     def layout(self, sequences: int, new: int, mask: torch.Tensor | None) -> tuple[StepLayout, torch.Tensor | None]:
         """What the next step sends, given `new` more slots for each of `sequences` sequences.
@@ -151,6 +157,7 @@ class PlaceholderCache(Cache):
         elif self.tokens is not None:
             self.tokens = torch.cat([self.tokens, tokens], dim=1) if tokens is not None else None
         self.sequences, self.length, self._sources = sequences, self.length + new, None
+        self.longest = max(self.longest, self.length)
 
     def common_prefix(self, tokens: torch.Tensor, mask: torch.Tensor | None) -> int:
         """How many leading slots of `tokens` `[sequences, n]` are computed, in all sequences and with the same mask."""

@@ -15,7 +15,7 @@ from swarm.data_structures import Span, WireFormat
 from swarm.errors import InvalidSpan, MissingBlocks, UsageError
 
 CONNECTION = SimpleNamespace(config=SimpleNamespace(wire=WireFormat.NONE))
-MODEL = SimpleNamespace(remote_blocks=SimpleNamespace(adapter=None))
+MODEL = SimpleNamespace(remote_blocks=SimpleNamespace(adapter=None), config=SimpleNamespace())
 
 
 class Chain:

@@ -22,6 +22,7 @@ OTHERS = {
     "offsets": [0, 0],
     "epoch": 3,
     "follows": 2,
+    "rope_lengths": [5, 0],
     "exits": messages.ExitTerms("softmax", ((2, 0.5),)),
     "left": [0, 0],
     "exit_block": 2,

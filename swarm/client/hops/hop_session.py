@@ -234,6 +234,7 @@ class HopSession:
             offsets=list(layout.offsets) if layout.offsets is not None else None,
             return_outputs=want_outputs,
             epoch=epoch,
+            rope_lengths=list(layout.rope_lengths) if layout.rope_lengths is not None else None,
         )
         self._replay_reply = asyncio.get_running_loop().create_future()
         self.progress.on_replay_begun()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -72,6 +72,7 @@ class Step:
             dtype=self.hidden.dtype,
             sources=_list(self.layout.sources),
             offsets=_list(self.layout.offsets),
+            rope_lengths=_list(self.layout.rope_lengths),
             epoch=self.epoch,
             follows=self.follows,
             exits=self.exits,
@@ -82,9 +83,14 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class _TokenRun:
-    """Consecutive tokens `[n, hidden]` of one sequence, whose positions are `offset` ahead of their count."""
+    """Consecutive tokens `[n, hidden]` of one sequence.
+
+    Attributes:
+        offset, rope_length: those of the sequence in the `StepLayout` of the step that brought the tokens.
+    """
 
     offset: int
+    rope_length: int
     hidden_TH: torch.Tensor
 
 
@@ -167,7 +173,9 @@ class InputHistory:
             pieces = [_piece(row, position, size) for row, position in zip(rows, positions, strict=True)]
             counts = tuple(len(piece.hidden_TH) for piece in pieces)
             offsets = tuple(piece.offset for piece in pieces)
-            yield StepLayout(tuple(positions), counts, None, offsets if any(offsets) else None), _packed(pieces)
+            lengths = tuple(piece.rope_length for piece in pieces)
+            more = (one if any(one) else None for one in (offsets, lengths))
+            yield StepLayout(tuple(positions), counts, None, *more), _packed(pieces)
             positions = [position + count for position, count in zip(positions, counts, strict=True)]
 
     def _rows_after(self, done: int) -> tuple[_Sequence, ...]:
@@ -185,13 +193,13 @@ def _extended(rows: tuple[_Sequence, ...], step: Step) -> tuple[_Sequence, ...]:
     flat_TH = decode_tensor(hidden.payload, hidden.tokens, hidden.hidden_size, hidden.wire, hidden.dtype, _CPU)
     bounds = itertools.accumulate(layout.counts, initial=0)
     sources = layout.sources if layout.sources is not None else range(layout.sequences)
-    offsets = layout.offsets if layout.offsets is not None else (0,) * layout.sequences
+    offsets, lengths = (one or (0,) * layout.sequences for one in (layout.offsets, layout.rope_lengths))
     result = []
-    for (first, last), source, start, offset in zip(
-        itertools.pairwise(bounds), sources, layout.starts, offsets, strict=True
+    for (first, last), source, start, offset, length in zip(
+        itertools.pairwise(bounds), sources, layout.starts, offsets, lengths, strict=True
     ):
         past = _cut(rows[source], start) if source < len(rows) else ()
-        result.append((*past, _TokenRun(offset, flat_TH[first:last])) if last > first else past)
+        result.append((*past, _TokenRun(offset, length, flat_TH[first:last])) if last > first else past)
     return tuple(result)
 
 
@@ -201,7 +209,7 @@ def _cut(row: _Sequence, length: int) -> _Sequence:
     for run in row:
         if length <= 0:
             break
-        kept.append(run if len(run.hidden_TH) <= length else _TokenRun(run.offset, run.hidden_TH[:length]))
+        kept.append(replace(run, hidden_TH=run.hidden_TH[:length]))
         length -= len(run.hidden_TH)
     return tuple(kept)
 
@@ -209,8 +217,8 @@ def _cut(row: _Sequence, length: int) -> _Sequence:
 def _merged(row: _Sequence) -> _Sequence:
     """The same sequence in as few runs as possible, in memory of its own."""
     return tuple(
-        _TokenRun(offset, torch.cat([run.hidden_TH for run in runs]))
-        for offset, runs in itertools.groupby(row, key=lambda run: run.offset)
+        _TokenRun(*alike, torch.cat([run.hidden_TH for run in runs]))
+        for alike, runs in itertools.groupby(row, key=lambda run: (run.offset, run.rope_length))
     )
 
 
@@ -222,9 +230,9 @@ def _piece(row: _Sequence, position: int, size: int) -> _TokenRun:
     """At most `size` tokens of one run of the sequence, from `position` on; none at its end."""
     for run in row:
         if position < len(run.hidden_TH):
-            return _TokenRun(run.offset, run.hidden_TH[position : position + size])
+            return replace(run, hidden_TH=run.hidden_TH[position : position + size])
         position -= len(run.hidden_TH)
-    return _TokenRun(0, torch.empty(0))
+    return _TokenRun(0, 0, torch.empty(0))
 
 
 def _packed(pieces: list[_TokenRun]) -> PackedHidden:

@@ -46,6 +46,12 @@ def sample_with_exits(
     session = _session(arguments.get("past_key_values"))
     _require_no_state(process)
     record = _ScoreRecord(process, config)
+    max_length = stopping.max_length or config.max_length
+    if session.rope_limit is not None and tokens_RT.shape[1] <= session.rope_limit < max_length:
+        raise UsageError(
+            f"early_exit does not go beyond {session.rope_limit} tokens with this model, whose rotary frequencies "
+            "change there, so that a text begins again; pass a smaller max_new_tokens, or early_exit=None"
+        )
     session.prepare_for(options)
     prompt = model._prefill(tokens_RT, config, arguments)
     arguments = model._update_model_kwargs_for_generation(prompt, arguments)
@@ -62,7 +68,7 @@ def sample_with_exits(
         sample=bool(config.do_sample),
         pad=config._pad_token_tensor if ends is not None else None,
         ends=ends,
-        max_length=stopping.max_length or config.max_length,
+        max_length=max_length,
     )
     exits = (model.exits or TrainedExits(base_model(model))).to(tokens_RT.device)
     if options.confidence == "classifier" and options.fill == "exact":

@@ -31,6 +31,7 @@ from swarm.client.tuning.prompted_cache import PromptedCache
 from swarm.client.tuning.trained import TrainedParameters
 from swarm.errors import UsageError
 from swarm.models.placeholder_cache import PlaceholderCache
+from swarm.models.rope_lengths import has_dynamic_rope, rope_limit
 
 
 class ActiveSessions(threading.local):
@@ -291,7 +292,8 @@ class DistributedGenerationMixin(ExitsMixin, DistributedModelMixin):
         generator = super()._get_candidate_generator(  # type: ignore[misc]
             generation_config=generation_config, assistant_model=assistant_model, **kwargs
         )
-        return bound_candidates(generator, generation_config.max_length - 1)
+        limit, config = generation_config.max_length - 1, self.config  # type: ignore[attr-defined]
+        return bound_candidates(generator, limit, rope_limit(config), has_dynamic_rope(config))
 
     def prepare_inputs_for_generation(
         self,
@@ -307,9 +309,14 @@ class DistributedGenerationMixin(ExitsMixin, DistributedModelMixin):
         if next_sequence_length is None and isinstance(cache, PlaceholderCache):
             mask_length = mask.shape[1] if mask is not None else None
             next_sequence_length = unseen_length(cache.get_seq_length(), input_ids.shape[1], mask_length)
-        return super().prepare_inputs_for_generation(  # type: ignore[misc]
+        inputs = super().prepare_inputs_for_generation(  # type: ignore[misc]
             input_ids, next_sequence_length=next_sequence_length, **kwargs
         )
+        if isinstance(cache, PlaceholderCache) and inputs.get("past_key_values") is None:
+            # The family begins again: rotary frequencies change where the text grows beyond a certain length.
+            cache.set_length(0)
+            inputs["past_key_values"] = cache
+        return inputs
 
 
 def _continue_session(
@@ -325,6 +332,8 @@ def _continue_session(
     if isinstance(session.cache, PromptedCache):
         tokens, mask = insert_virtual_tokens(session.cache.count, tokens, mask)
     known = session.cache.common_prefix(tokens, mask)
+    if session.rope_limit is not None and max(session.cache.longest, tokens.shape[1]) > session.rope_limit:
+        known = 0  # the rotary frequencies of all tokens depend on how long the text is
     if early_exit is None or early_exit.fill == "exact":
         known = min(known, session.cache.exact_length)
     # At least one token has to be computed, because the next one is chosen from its logits.

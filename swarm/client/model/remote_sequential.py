@@ -20,13 +20,14 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils.rnn import pad_sequence
 
 from swarm.client.connection import SwarmConnection
 from swarm.client.model.autograd import run_remotely
 from swarm.client.session import InferenceSession
 from swarm.client.step_under_way import StepUnderWay
 from swarm.client.wire.adapter import Adapter, adapter_parts
-from swarm.client.wire.padding import PaddedBatch
+from swarm.client.wire.padding import PaddedBatch, drop_padding, packed_texts
 from swarm.data_structures import Span
 from swarm.errors import InvalidSpan, SwarmError
 from swarm.protocol.messages import ExitTerms
@@ -68,10 +69,14 @@ class RemoteSequential(nn.Module):
         Args:
             hidden: `[sequences, tokens, hidden_size]`.
             attention_mask: `[sequences, tokens]`, 0 where a slot is padding.
-            position_ids: `[sequences or 1, tokens]`; None counts the tokens of each sequence.
+            position_ids: `[sequences or 1, tokens]`; None counts the tokens of each sequence. Without a mask, a new
+                text begins where they do not count on, and sees none of the texts before it, as in transformers.
 
         Returns:
             the blocks' outputs, same shape; zero where padded. Differentiable once.
+
+        Raises:
+            UsageError: with a mask, the position ids of a sequence do not count on.
         """
         if hidden.ndim != 3:
             raise ValueError(f"hidden states have the shape [rows, tokens, hidden_size], not {list(hidden.shape)}")
@@ -80,8 +85,19 @@ class RemoteSequential(nn.Module):
             real = attention_mask.cpu().bool()
         if position_ids is not None:
             position_ids = position_ids.expand(hidden.shape[0], -1)
+            lengths = packed_texts(position_ids) if attention_mask is None else None
+            if lengths is not None:
+                return self._run_packed(hidden, position_ids, lengths)
         counts = (hidden.shape[1],) * hidden.shape[0] if real is None else tuple(real.sum(1).tolist())
         return self._run(hidden, PaddedBatch(counts, real, position_ids))
+
+    def _run_packed(self, hidden: torch.Tensor, positions: torch.Tensor, lengths: list[int]) -> torch.Tensor:
+        """`forward` for rows of several texts, given how long these are: each becomes a row of its own."""
+        texts = pad_sequence(hidden.flatten(0, 1).split(lengths), batch_first=True)
+        ids = pad_sequence(positions.flatten().split(lengths), batch_first=True)
+        real = torch.arange(texts.shape[1]) < torch.tensor(lengths).unsqueeze(1)
+        output = self._run(texts, PaddedBatch(tuple(lengths), real, ids))
+        return drop_padding(output, real).view(hidden.shape)
 
     def _run(self, hidden: torch.Tensor, batch: PaddedBatch) -> torch.Tensor:
         parts = adapter_parts(self.adapter, self.span)

@@ -29,11 +29,15 @@ def validate_speculation(generation_config: Any, is_draft_remote: bool) -> None:
         )
 
 
-def bound_candidates(generator: Any, limit: int) -> Any:
+def bound_candidates(generator: Any, limit: int, rope_limit: int | None = None, has_dynamic_rope: bool = False) -> Any:
     """Patch a candidate generator so that its sequences have at most `limit` tokens.
 
     The model's own token follows the last candidate, so candidates beyond `limit` cannot be used, but servers would
-    have to reserve cache space for them.
+    have to reserve cache space for them. Nor do candidates change the rotary frequencies that the tokens before them
+    would have without.
+
+    Args:
+        rope_limit, has_dynamic_rope: of the model, see `swarm.models.rope_lengths`.
 
     Raises:
         UsageError: the generator needs hidden states from inside the model.
@@ -47,7 +51,10 @@ def bound_candidates(generator: Any, limit: int) -> Any:
 
     def get_bounded(input_ids: Any, **kwargs: Any) -> tuple[Any, Any]:
         tokens, logits = get_candidates(input_ids, **kwargs)
-        length = max(limit, input_ids.shape[1])
+        length, most = input_ids.shape[1], limit
+        if rope_limit is not None and (length <= rope_limit or has_dynamic_rope):
+            most = min(limit, rope_limit)
+        length = max(most, length)
         return tokens[:, :length], logits[:, : length - input_ids.shape[1]] if logits is not None else None
 
     generator.get_candidates = get_bounded

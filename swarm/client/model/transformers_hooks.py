@@ -21,6 +21,7 @@ from torch import nn
 from swarm.client.model.remote_sequential import ForwardCall, RemoteLayer
 from swarm.client.tuning.prompted_cache import PromptedCache
 from swarm.client.tuning.virtual_tokens import VirtualTokenLayout, virtual_token_layout
+from swarm.client.wire.padding import packed_texts
 from swarm.errors import UsageError
 from swarm.models.placeholder_cache import PlaceholderCache
 
@@ -90,7 +91,12 @@ class ForwardHooks:
         embeddings = kwargs.get("inputs_embeds")
         if embeddings is None:
             embeddings = self._model.get_input_embeddings()(tokens)
-        mask = kwargs.get("attention_mask")
+        mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
+        if mask is None and positions is not None and positions.ndim == 2 and packed_texts(positions):
+            raise UsageError(
+                "position_ids that begin again are several texts in a row, and virtual tokens would come before the "
+                "first of them only; pass each text in a row of its own, or train LoRA factors instead"
+            )
         layout = virtual_token_layout(len(prompts), len(embeddings), mask)
         if state.cache is not None:
             state.cache.set_token_layout(layout)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -10,6 +11,7 @@ import torch
 from swarm.client.wire.packed_hidden import PackedHidden
 from swarm.common.dtypes import dtype_name
 from swarm.data_structures import StepLayout, WireFormat
+from swarm.errors import UsageError
 from swarm.protocol.compression import decode_tensor, encode_tensor
 
 
@@ -38,7 +40,8 @@ class PaddedBatch:
     def layout(self) -> StepLayout:
         """The layout of a step that brings the whole sequences."""
         layout = StepLayout((0,) * len(self.counts), self.counts)
-        return replace(layout, offsets=position_offsets(self.positions, self.real, layout))
+        layout = replace(layout, offsets=position_offsets(self.positions, self.real, layout))
+        return replace(layout, rope_lengths=layout.ends)
 
 
 def position_offsets(
@@ -49,16 +52,49 @@ def position_offsets(
     Args:
         positions: `[sequences or 1, slots]`, or None.
         real: mask of the slots that hold tokens `[sequences, slots]`; None if no slot is padding.
+
+    Raises:
+        UsageError: the ids of a sequence do not count on from one to the next, or begin below the count of its tokens.
     """
     if positions is None or not layout.tokens:
         return None
-    if real is None:
-        first = positions[:, 0].expand(layout.sequences)
-    else:
-        slots = real.long().argmax(1, keepdim=True).to(positions.device)
-        first = positions.expand(layout.sequences, -1).gather(1, slots)[:, 0]
-    offsets = tuple(max(0, at - start) for at, start in zip(first.tolist(), layout.starts, strict=True))
+    if positions.ndim != 2:
+        raise UsageError(f"position_ids have the shape [rows, tokens] in a swarm, not {list(positions.shape)}")
+    positions = positions.expand(layout.sequences, -1).cpu()
+    real = real if real is not None else torch.ones_like(positions, dtype=torch.bool)
+    # What the ids are ahead of the count of tokens: the same for all tokens of a sequence.
+    ahead = positions - (torch.tensor(layout.starts).unsqueeze(1) + real.cumsum(1) - 1)
+    first = ahead.gather(1, real.long().argmax(1, keepdim=True))
+    wrong = (real & ((ahead != first) | (ahead < 0))).any(1)
+    if bool(wrong.any()):
+        row = int(wrong.long().argmax())
+        ids, start = positions[row][real[row]].tolist(), layout.starts[row]
+        shown = ", ".join(map(str, ids[:8])) + (", ..." if len(ids) > 8 else "")
+        raise UsageError(
+            f"position_ids of row {row} are [{shown}] for its tokens from number {start} on; servers compute only "
+            "positions that count on from one token to the next, and from no less than the number of tokens before. "
+            "Leave position_ids out, or pass several texts in a row, whose ids begin again (as from "
+            "DataCollatorWithFlattening), without attention_mask and without a session"
+        )
+    offsets = tuple(torch.where(real.any(1), first[:, 0], 0).tolist())
     return offsets if any(offsets) else None
+
+
+def packed_texts(positions: torch.Tensor) -> list[int] | None:
+    """The lengths of the texts in rows of position ids, one row after the other; None if each row is one text.
+
+    As in transformers, a text ends where the ids do not count on from one to the next.
+
+    Args:
+        positions: `[rows, tokens]`.
+    """
+    rows, tokens = positions.shape
+    begins = torch.ones(rows, tokens, dtype=torch.bool)
+    begins[:, 1:] = (positions[:, 1:] - positions[:, :-1] != 1).cpu()
+    if int(begins.sum()) == rows:
+        return None
+    bounds = [*begins.flatten().nonzero().flatten().tolist(), rows * tokens]
+    return [end - first for first, end in itertools.pairwise(bounds)]
 
 
 def pack_hidden(hidden: torch.Tensor, real: torch.Tensor | None, wire: WireFormat) -> PackedHidden:
@@ -105,14 +141,13 @@ def restore_padding(flat: torch.Tensor, like: torch.Tensor, real: torch.Tensor |
 
 
 def split_step(
-    layout: StepLayout, real: torch.Tensor | None, positions: torch.Tensor | None, slots: int, size: int
+    layout: StepLayout, real: torch.Tensor | None, slots: int, size: int
 ) -> Iterator[tuple[slice, StepLayout, torch.Tensor | None]]:
     """Cut a step into chunks of `size` slots; a chunk of nothing but padding is left out.
 
     Args:
         layout: the layout of the whole step.
         real: mask of the slots that hold tokens; None if no slot is padding.
-        positions: as for `position_offsets`.
         slots: number of slots of the step.
 
     Yields:
@@ -126,7 +161,5 @@ def split_step(
         counts = (part.stop - first,) * layout.sequences if part_real is None else tuple(part_real.sum(1).tolist())
         if not any(counts):
             continue
-        chunk = StepLayout(starts, counts, sources)
-        offsets = position_offsets(positions[:, part] if positions is not None else None, part_real, chunk)
-        yield part, replace(chunk, offsets=offsets), part_real
+        yield part, replace(layout, starts=starts, counts=counts, sources=sources), part_real
         starts, sources = tuple(start + count for start, count in zip(starts, counts, strict=True)), None

@@ -114,14 +114,14 @@ class WholeSequences:
 def compute_parts(model: SpanModel, parts: Sequence[StepPart]) -> list[torch.Tensor]:
     """One forward for all parts, whose sequences are staged ones of this module; the outputs of each part."""
     hidden_NH, positions, batch = _packed(parts)
-    with model.adapted.activate(adapter_segments(parts)):
+    with model.adapted.activate(adapter_segments(parts)), model.text_lengths(parts):
         output_NH = model.forward_tokens(hidden_NH, positions, batch)
     return list(output_NH.split([len(part.inputs) for part in parts]))
 
 
 def fill_parts(model: SpanModel, parts: Sequence[StepPart]) -> None:
     """Store keys and values of the parts' tokens; see `SpanModel.fill_tokens`."""
-    with model.adapted.activate(adapter_segments(parts)):
+    with model.adapted.activate(adapter_segments(parts)), model.text_lengths(parts):
         model.fill_tokens(*_packed(parts))
 
 
@@ -147,8 +147,9 @@ def _rows(layout: StepLayout, first: int, end: int) -> StepLayout:
     """The part of a layout that is about some of the sequences. What they are copies of has been seen to."""
     if end - first == layout.sequences:
         return layout
-    offsets = layout.offsets[first:end] if layout.offsets is not None else None
-    return StepLayout(layout.starts[first:end], layout.counts[first:end], None, offsets)
+    rows = slice(first, end)
+    offsets, lengths = (one and one[rows] for one in (layout.offsets, layout.rope_lengths))
+    return StepLayout(layout.starts[rows], layout.counts[rows], None, offsets, lengths)
 
 
 def _segments(store: ContiguousKV, layout: StepLayout, token: int) -> Iterator[ContiguousSegment]:

@@ -124,12 +124,13 @@ def _run(
 ) -> torch.Tensor:
     """Some sequences as a rectangle, `[R, T, H]`; what comes behind their ends has no meaning."""
     sequences, length, _ = hidden_RTH.shape
-    offsets = [layout.offsets[number] for number in group] if layout.offsets is not None else None
+    lists = (layout.offsets, layout.rope_lengths)
+    offsets, lengths = ([one[number] for number in group] if one is not None else None for one in lists)
     segments = [AdapterSegment(adapter, list(range(length)) * sequences)] if adapter else []
     # A streamed block's weights are gone when the next blocks have run, so each is computed again before its backward.
     again = model.flash is not None or _graph_bytes(model, sequences * length) > MAX_GRAPH_BYTES
     with model.adapted.activate(segments), _checkpointed_blocks(model) if again else nullcontext():
-        return model.run_padded(hidden_RTH, None, None, offsets)
+        return model.run_padded(hidden_RTH, None, None, offsets, lengths)
 
 
 def _graph_bytes(model: SpanModel, tokens: int) -> int:

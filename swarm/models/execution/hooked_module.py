@@ -14,6 +14,7 @@ from torch import nn
 
 from swarm.models.attention.attention_switch import AttentionSwitch
 from swarm.models.cutting import cut_layers
+from swarm.models.rope_lengths import RopeLengths
 
 
 class HookedModule:
@@ -23,17 +24,25 @@ class HookedModule:
         module: the cut model.
         path: where its list of layers is, such as "layers".
         first: place of its first layer among those that the weights were loaded for.
-        attention: shared by all models around the same layers; None for a model that was just loaded.
+        attention, rope: shared by all models around the same layers; None for a model that was just loaded.
 
     Attributes:
         takes_positions: whether the forward accepts `position_ids`.
         positions: how many positions the model's tables hold, or None if it computes any position.
     """
 
-    def __init__(self, module: nn.Module, path: str, first: int = 0, attention: AttentionSwitch | None = None) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        path: str,
+        first: int = 0,
+        attention: AttentionSwitch | None = None,
+        rope: RopeLengths | None = None,
+    ) -> None:
         self.module = module
         self.first = first
         self.attention = attention or AttentionSwitch(module)
+        self.rope = rope or RopeLengths(module)
         self.takes_positions = "position_ids" in inspect.signature(module.forward).parameters
         self.positions = _table_length(module)
         self._path = path
@@ -48,7 +57,7 @@ class HookedModule:
         """The model around the layers [start, end) of this one. It shares their weights."""
         module = cut_layers.slice_model(self.module, self._path, start, end)
         self.attention.include_model(module)
-        return HookedModule(module, self._path, self.first + start, self.attention)
+        return HookedModule(module, self._path, self.first + start, self.attention, self.rope)
 
     def run(self, hidden: torch.Tensor, arguments: dict[str, Any]) -> torch.Tensor:
         """Run the family's forward with `hidden` in front of the first layer; what the last layer returns."""

@@ -112,16 +112,17 @@ def _compute_group(
     rectangle = _rectangle(model, staged, group, uses)
     end = rectangle.length + new
     pads = [end - sequences[number].length - counts[number] for number in group]
-    offsets = [layout.offsets[number] for number in group] if layout.offsets is not None else None
+    lists = (layout.offsets, layout.rope_lengths)
+    offsets, lengths = ([one[number] for number in group] if one is not None else None for one in lists)
     with model.adapted.activate(_adapter_segments(part.adapter, rectangle.length, new, pads)):
         if _is_whole(packed_TH, counts, group, new):
             hidden = packed_TH.view(len(group), new, -1)
-            output_TH.copy_(model.forward(hidden, rectangle, pads, offsets).reshape(output_TH.shape))
+            output_TH.copy_(model.forward(hidden, rectangle, pads, offsets, lengths).reshape(output_TH.shape))
         else:
             hidden = packed_TH.new_zeros(len(group), new, packed_TH.shape[-1])
             for place, number in enumerate(group):
                 hidden[place, new - counts[number] :] = packed_TH[bounds[number] : bounds[number + 1]]
-            result = model.forward(hidden, rectangle, pads, offsets)
+            result = model.forward(hidden, rectangle, pads, offsets, lengths)
             for place, number in enumerate(group):
                 output_TH[bounds[number] : bounds[number + 1]] = result[place, new - counts[number] :]
     for place, number in enumerate(group):

@@ -11,7 +11,6 @@ import torch
 
 from swarm.data_structures import StepLayout
 from swarm.errors import WrongPosition
-from swarm.models.adapters.adapter_batch import active_adapters
 from swarm.models.attention.page_pool import PageLease, PagePool
 from swarm.models.attention.paged_attention import BatchSequence, PagedBatch, build_index
 from swarm.models.execution.span_model import SpanModel
@@ -220,7 +219,7 @@ class WholePagedSequences:
 def compute_parts(model: SpanModel, parts: Sequence[StepPart]) -> list[torch.Tensor]:
     """One forward for all parts, whose sequences are `StagedPagedSequences`; the outputs of each part."""
     hidden_NH, positions, members = _packed(parts)
-    with model.adapted.activate(adapter_segments(parts)):
+    with model.adapted.activate(adapter_segments(parts)), model.text_lengths(parts):
         output_NH = _forward(model, hidden_NH, positions, members)
     return list(output_NH.split([len(part.inputs) for part in parts]))
 
@@ -231,7 +230,7 @@ def fill_parts(model: SpanModel, parts: Sequence[StepPart]) -> None:
     assert paging is not None
     hidden_NH, positions, members = _packed(parts)
     index = build_index(members, paging.pool.page_size, model.device)
-    with model.adapted.activate(adapter_segments(parts)):
+    with model.adapted.activate(adapter_segments(parts)), model.text_lengths(parts):
         model.fill_tokens(hidden_NH, positions, PagedBatch(paging, index))
 
 
@@ -256,7 +255,7 @@ def _forward(
 ) -> torch.Tensor:
     paging = model.strategy.paging
     assert paging is not None
-    if model.graphs is not None and active_adapters() is None:  # recorded steps know no adapters
+    if model.graphs is not None and model.runs_traced:
         replayed = model.graphs.step(hidden_NH, positions, members)
         if replayed is not None:
             return replayed

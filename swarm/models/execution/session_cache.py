@@ -106,7 +106,7 @@ class StepComputation:
             begin, end = max(first, self.tokens_done), min(last, self.tokens_done + tokens)
             starts.append(start + min(max(0, begin - first), last - first))
             counts.append(max(0, end - begin))
-        return StepLayout(tuple(starts), tuple(counts), None, self.layout.offsets)
+        return replace(self.layout, starts=tuple(starts), counts=tuple(counts), sources=None)
 
     def add_output(self, output: torch.Tensor) -> None:
         """Take the outputs of the next tokens."""

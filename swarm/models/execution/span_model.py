@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from swarm.models.attention.multi_session_attention import ActiveBatch, KeysOnly
 from swarm.models.attention.padded_kv import PaddedKV
 from swarm.models.execution.cuda_graphs import DecodeGraphs
 from swarm.models.execution.hooked_module import HookedModule
+from swarm.models.execution.step_part import StepPart
 from swarm.models.execution.strategy import PADDED, ExecutionStrategy
 from swarm.models.exits.span_exits import SpanExits
 from swarm.models.flash.flash_span import FlashSpan
@@ -181,6 +182,15 @@ class SpanModel:
         """An empty attention cache for the padded layout, of sequences that have `max_length` slots at most."""
         return PaddedKV(self.cut.first + self.span.length, self.cut.first, max_length=max_length)
 
+    def text_lengths(self, parts: Sequence[StepPart]) -> AbstractContextManager[None]:
+        """A context in which a packed forward computes the tokens of these parts; see `RopeLengths`."""
+        return self.cut.rope.of_steps([part.layout for part in parts], self.device)
+
+    @property
+    def runs_traced(self) -> bool:
+        """Whether a traced or recorded forward may run now. It knows no adapters, and no lengths of texts."""
+        return active_adapters() is None and self.cut.rope.lengths is None
+
     @torch.inference_mode()
     def forward(
         self,
@@ -188,9 +198,10 @@ class SpanModel:
         cache: PaddedKV | None = None,
         pads: Sequence[int] | None = None,
         offsets: Sequence[int] | None = None,
+        rope_lengths: Sequence[int] | None = None,
     ) -> torch.Tensor:
         """Run the span over a rectangle of sequences, without gradients; see `run_padded`."""
-        return self.run_padded(hidden_RTH, cache, pads, offsets)
+        return self.run_padded(hidden_RTH, cache, pads, offsets, rope_lengths)
 
     def run_padded(
         self,
@@ -198,6 +209,7 @@ class SpanModel:
         cache: PaddedKV | None = None,
         pads: Sequence[int] | None = None,
         offsets: Sequence[int] | None = None,
+        rope_lengths: Sequence[int] | None = None,
     ) -> torch.Tensor:
         """Run the span over a rectangle of sequences. Without a cache, gradients find their way back.
 
@@ -209,6 +221,7 @@ class SpanModel:
             pads: empty slots at the beginning of each sequence (sequences of different lengths are aligned at their
                 ends); None if no sequence has any.
             offsets: added to the positions of each sequence's new tokens; None for none.
+            rope_lengths: as in a `StepLayout`.
 
         Returns:
             outputs `[R, T, H]`; what lies in padded slots has no meaning.
@@ -227,7 +240,7 @@ class SpanModel:
             slots_S = torch.arange(past + new, device=self.device)
             arguments["attention_mask"] = (slots_S >= pad_R1).long()
             positions = (positions - pad_R1).clamp(min=0)
-        elif sequences > 1:
+        else:
             positions = positions.expand(sequences, -1)
         if offsets is not None:
             positions = positions + torch.tensor(offsets, device=self.device).unsqueeze(1)
@@ -235,7 +248,8 @@ class SpanModel:
             arguments["position_ids"] = positions
         try:
             self.cut.attention.use_family_attention()
-            return self.cut.run(hidden_RTH, arguments)
+            with self.cut.rope.of_rectangle(positions, rope_lengths):
+                return self.cut.run(hidden_RTH, arguments)
         finally:
             if cache is not None:
                 cache.length = past + new
@@ -263,7 +277,7 @@ class SpanModel:
         """
         positions_N1 = torch.tensor(positions, device=self.device).unsqueeze(1)
         traced = self.strategy.traced_fill
-        if traced is not None and active_adapters() is None:
+        if traced is not None and self.runs_traced:
             traced(hidden_NH.unsqueeze(1), positions_N1, batch)
             return
         for block in range(self.span.start, self.span.end):
@@ -276,7 +290,7 @@ class SpanModel:
         """`forward_tokens` for positions that are on the device already. Only in inference mode."""
         traced = self.strategy.traced
         with ActiveBatch(batch):
-            if traced is not None and active_adapters() is None:  # a traced forward knows no adapters
+            if traced is not None and self.runs_traced:
                 output_N1H = traced(hidden_NH.unsqueeze(1), positions_N1)
             else:
                 output_N1H = self.run_modules(batch, hidden_NH.unsqueeze(1), positions_N1)

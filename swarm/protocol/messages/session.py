@@ -103,6 +103,7 @@ class StepRequest(Message, frozen=True):
     left: PerSequence | None = None
     exit_block: Count | None = None
     follows: Count | None = None
+    rope_lengths: PerSequence | None = None
 
 
 class GiveUp(Message, frozen=True):
@@ -179,6 +180,7 @@ class ReplayRequest(Message, frozen=True):
     offsets: PerSequence | None
     return_outputs: bool
     epoch: Count = 0
+    rope_lengths: PerSequence | None = None
 
 
 class ReplayReply(Message, frozen=True):

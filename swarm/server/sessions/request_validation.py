@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from swarm.common.large_payloads import run_large
 from swarm.data_structures import Span, StepLayout, WireFormat
@@ -76,20 +76,24 @@ class RequestValidator:
     def validate_layout(self, message: HiddenStatesRequest) -> StepLayout:
         """The layout of a request. Raises `WrongShape` if its lists differ in length, or `TooLong`."""
         sequences = len(message.counts)
-        starts = [0] * sequences
+        starts, rope_lengths = [0] * sequences, None
         if isinstance(message, messages.StepRequest | messages.ReplayRequest):
-            starts = message.starts
+            starts, rope_lengths = message.starts, message.rope_lengths
         sources = message.sources if isinstance(message, messages.StepRequest) else None
-        for name, values in (("starts", starts), ("sources", sources), ("offsets", message.offsets)):
+        lists = {"starts": starts, "sources": sources, "offsets": message.offsets, "rope_lengths": rope_lengths}
+        for name, values in lists.items():
             if values is not None and len(values) != sequences:
                 raise WrongShape(f"a request of {sequences} sequences has {len(values)} {name}")
         self._validate_positions(starts, message)
-        return StepLayout(
+        layout = StepLayout(
             tuple(starts),
             tuple(message.counts),
             tuple(sources) if sources is not None else None,
             tuple(message.offsets) if message.offsets is not None else None,
+            tuple(rope_lengths) if rope_lengths is not None else None,
         )
+        is_whole = isinstance(message, messages.ForwardRequest | messages.BackwardRequest)
+        return replace(layout, rope_lengths=layout.ends) if is_whole else layout
 
     def validate_exits(self, message: messages.StepRequest, span: Span, early_exits: bool) -> None:
         """Check where the tokens of a step may leave, or have left.

@@ -167,6 +167,7 @@ class SessionSteps:
             dtype=reply.dtype,
             sources=message.sources,
             offsets=message.offsets,
+            rope_lengths=message.rope_lengths,
             epoch=message.epoch,
             follows=message.follows,
             exits=message.exits,

@@ -215,6 +215,14 @@ def test_candidates_are_bounded(length: int, limit: int, left: int, logits: bool
     assert (scores.shape[1] == left) if logits else scores is None
 
 
+@pytest.mark.parametrize(
+    ("rope_limit", "is_dynamic", "left"), [(12, False, 2), (9, False, 5), (9, True, 0), (30, True, 5)]
+)
+def test_candidates_do_not_change_rotary_frequencies(rope_limit: int, is_dynamic: bool, left: int) -> None:
+    tokens, _ = bound_candidates(Proposes(5, False), 20, rope_limit, is_dynamic).get_candidates(prompt(10))
+    assert tokens.shape[1] == 10 + left
+
+
 def test_generators_that_look_inside_of_the_model_are_refused() -> None:
     with pytest.raises(UsageError, match="Proposes drafts from hidden states"):
         bound_candidates(Proposes(3, True, looks_inside=True), 10)

@@ -42,12 +42,12 @@ def test_a_span_is_allowed_if_it_is_held(start, end, revision):
 def test_the_rows_of_each_kind_of_request():
     assert checks().validate_layout(STEP) == StepLayout((0, 4), (2, 1), (1, 0), (5, 0))
     assert checks().validate_layout(REPLAY) == StepLayout((0, 4), (2, 1), None, (5, 0))
-    assert checks().validate_layout(FORWARD) == StepLayout((0, 0), (2, 1), None, (5, 0))
-    assert checks().validate_layout(BACKWARD) == StepLayout((0, 0), (2, 1), None, (5, 0))
+    assert checks().validate_layout(FORWARD) == StepLayout((0, 0), (2, 1), None, (5, 0), (7, 1))
+    assert checks().validate_layout(BACKWARD) == StepLayout((0, 0), (2, 1), None, (5, 0), (7, 1))
 
 
 @pytest.mark.parametrize("message", [STEP, REPLAY, FORWARD, BACKWARD], ids=lambda message: type(message).__name__)
-@pytest.mark.parametrize("name", ["starts", "counts", "sources", "offsets"])
+@pytest.mark.parametrize("name", ["starts", "counts", "sources", "offsets", "rope_lengths"])
 @pytest.mark.parametrize("values", [[0], [0, 0, 0]], ids=["too few", "too many"])
 def test_lists_of_different_lengths(message, name, values):
     if not hasattr(message, name):

@@ -59,7 +59,7 @@ def mergeable(steps: Sequence[StepRequest]) -> int:
 
 def _is_plain(step: StepRequest) -> bool:
     """Whether it only appends tokens, which pass all blocks, and its lists match."""
-    lists = [one for one in (step.starts, step.offsets) if one is not None]
+    lists = [one for one in (step.starts, step.offsets, step.rope_lengths) if one is not None]
     special = step.sources is not None or step.exits is not None or step.left is not None
     return not special and bool(step.counts) and all(len(one) == len(step.counts) for one in lists)
 
@@ -69,7 +69,8 @@ def _continues(before: StepRequest, step: StepRequest) -> bool:
     return (
         _is_plain(step)
         and (step.step, step.epoch, step.follows) == (before.step + 1, before.epoch, None)
-        and (step.format, step.dtype, step.offsets) == (before.format, before.dtype, before.offsets)
+        and (step.format, step.dtype) == (before.format, before.dtype)
+        and (step.offsets, step.rope_lengths) == (before.offsets, before.rope_lengths)
         and step.starts == [*map(sum, zip(before.starts, before.counts, strict=True))]
     )
 
@@ -98,4 +99,5 @@ class MergedSteps:
                 token += step.counts[sequence]
         counts = tuple(sum(step.counts[sequence] for step in steps) for sequence in range(len(first.counts)))
         offsets = tuple(first.offsets) if first.offsets is not None else None
-        return cls(StepLayout(tuple(first.starts), counts, None, offsets), tuple(map(tuple, rows)))
+        lengths = tuple(first.rope_lengths) if first.rope_lengths is not None else None
+        return cls(StepLayout(tuple(first.starts), counts, None, offsets, lengths), tuple(map(tuple, rows)))
