@@ -164,6 +164,10 @@ class SessionClosed(SwarmError):
     """The caller used an inference session after closing it."""
 
 
+class NotConnected(SwarmError):
+    """The caller used a model after closing its connection, or in a process that was forked from the connected one."""
+
+
 class RemoteError(SwarmError):
     """An exchange between this peer and another one failed. The subclass says which side has to act.
 

@@ -81,6 +81,15 @@ class SwarmConnection:
         """Run a coroutine in the network thread; see `NetworkThread.run`."""
         return self._network_thread.run(work)
 
+    def release(self, chain: Chain) -> None:
+        """Close a chain without waiting for that. It raises nothing."""
+        self._network_thread.start(chain.close())
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether it is open, and belongs to this process."""
+        return self._network_thread.is_usable
+
     def new_chain(
         self,
         max_length: int,
@@ -165,5 +174,4 @@ def _shutdown(network_thread: NetworkThread, planner: RoutePlanner, requester: H
         await planner.close()
         await peer.shutdown()
 
-    network_thread.run(disconnect())
-    network_thread.close()
+    network_thread.close(disconnect())

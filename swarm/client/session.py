@@ -52,12 +52,14 @@ class InferenceSession:
         early_exit: when tokens leave early in `generate` calls that do not say; None for never.
         groups: what early exit has measured in it.
         rope_limit: how long texts are whose rotary frequencies do not depend on their length; None for any length.
+        grows: whether `max_length` is only where to begin. A longer session is opened when a step needs one.
         text_length: of a text that comes in several forwards, for frequencies as if it came in one; 0 to count.
     """
 
     def __init__(
         self, model: Any, connection: SwarmConnection, max_length: int, listener: EventListener | None = None
     ) -> None:
+        self._chain: Chain | None = None
         if max_length < 1:
             raise ValueError(f"max_length={max_length} is not valid: a session needs space for at least one token")
         self.max_length = max_length
@@ -68,8 +70,8 @@ class InferenceSession:
         self._model = model
         self.rope_limit = rope_limit(model.config)
         self.text_length = 0
+        self.grows = False
         self._connection = connection
-        self._chain: Chain | None = None
         self._local: LocalSession | None = None
         self._agreement = ExitAgreement()
         self._closed = False
@@ -185,9 +187,11 @@ class InferenceSession:
         layout, real = self.cache.layout(sequences, new, mask)
         longest = max(start + count for start, count in zip(layout.starts, layout.counts, strict=True))
         if longest > self.max_length:
-            raise TooLong(
-                f"the session would be {longest} tokens long; it was opened with max_length={self.max_length}"
-            )
+            if not self.grows:
+                raise TooLong(
+                    f"the session would be {longest} tokens long; it was opened with max_length={self.max_length}"
+                )
+            self._grow(longest + self.max_length)
         return replace(layout, offsets=position_offsets(positions, real, layout)), real
 
     def begin(
@@ -320,6 +324,26 @@ class InferenceSession:
             self._local.confirm()
         return unpack_chunks(outputs, chunks, hidden)
 
+    def _grow(self, max_length: int) -> None:
+        """Go on with a chain for longer sequences, which computes again what was computed. No step is under way."""
+        self.max_length = max_length
+        if self._chain is None or not self._chain.is_open:
+            return
+        before = self._chain
+        self._chain = self._new_chain()
+        try:
+            self._connection.run(self._chain.open())
+            self._connection.run(self._chain.steps(before.inputs()))
+        except BaseException:
+            self._close_chain()
+            self._chain = before
+            raise
+        self._connection.run(before.close())
+
+    def _new_chain(self) -> Chain:
+        agreed = self._agreement.early_exits, self._agreement.boundaries
+        return self._connection.new_chain(self.max_length, self._adapter, self._listener, *agreed)
+
     def _open_chain(self) -> Chain:
         """The open chain; it is opened if it is not yet."""
         if self._closed:
@@ -331,9 +355,8 @@ class InferenceSession:
             if self._connection.local is not None:
                 self._local = self._connection.local.session(detach_parts(parts))
             # Assigned before it is open: if Ctrl-C interrupts the opening, the chain still has to be closed.
-            adapter = pack_adapter(remote_parts)
-            agreed = self._agreement.early_exits, self._agreement.boundaries
-            self._chain = self._connection.new_chain(self.max_length, adapter, self._listener, *agreed)
+            self._adapter = pack_adapter(remote_parts)
+            self._chain = self._new_chain()
             self._connection.run(self._chain.open())
         return self._chain
 
@@ -346,7 +369,12 @@ class InferenceSession:
     def _close_chain(self) -> None:
         if self._chain is not None:
             chain, self._chain = self._chain, None
-            self._connection.run(chain.close())
+            if self._connection.is_usable:
+                self._connection.run(chain.close())
+
+    def __del__(self) -> None:
+        if self._chain is not None:  # nobody has closed it
+            self._connection.release(self._chain)
 
     def __enter__(self) -> InferenceSession:
         self._model.enter_session(self)

@@ -6,6 +6,7 @@ Exit code 2: the request cannot be carried out as given (one line says what to d
 from __future__ import annotations
 
 import functools
+import io
 import json
 import logging
 import math
@@ -318,6 +319,13 @@ class _JsonLineFormatter(logging.Formatter):
         return json.dumps(line, ensure_ascii=False, allow_nan=False)
 
 
+def print_line(text: str) -> None:
+    """Print a line by the way: where that fails, or the output lacks a character, what goes on does not end."""
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+    with suppress(OSError, ValueError):  # nobody reads it any more, or it is closed
+        print(text.encode(encoding, "replace").decode(encoding))
+
+
 def configure_logging(log_format: str = "plain") -> None:
     """Log to stdout from now on. For entry points only.
 
@@ -327,6 +335,9 @@ def configure_logging(log_format: str = "plain") -> None:
             as `extra` under other names. It also covers Python's warnings and what other packages send to the root
             logger.
     """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
     handler = _RedactingHandler(sys.stdout)
     handler.setFormatter(logging.Formatter("%(message)s"))
     if log_format == "json":

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field
@@ -97,6 +98,9 @@ class P2PConfig:
         return int(relay) if not isinstance(relay, bool) else RELAYED_PEERS if relay else 0
 
 
+_peers: weakref.WeakSet[Peer] = weakref.WeakSet()
+
+
 class Peer:
     """A running peer of the libp2p network (`Network`). Start it with `Peer.create`, end it with `shutdown`."""
 
@@ -118,6 +122,7 @@ class Peer:
         self.reach = reach
         self._p2p = p2p
         self._folder = folder
+        _peers.add(self)
         self._streams = streams
         self._gate = gate
         self._book = book
@@ -338,6 +343,16 @@ def _unreachable(config: P2PConfig) -> PeerUnreachable:
         f"none of the initial peers answered: {peers}. Check that one of them is running and that its address, "
         "port and peer id are right"
     )
+
+
+def _leave_to_parent() -> None:
+    """In a forked process: what goes out of use here must not end the daemons of the parent, nor remove its folders."""
+    for peer in _peers:
+        peer._p2p._terminate = lambda: None
+        peer._folder.leave()
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)
 
 
 def quiet_hivemind() -> None:

@@ -40,6 +40,10 @@ class ProcessFolder:
     def path(self) -> Path:
         return Path(self._folder.name)
 
+    def leave(self) -> None:
+        """Leave it to another process, which removes it."""
+        self._folder._finalizer.detach()  # type: ignore[attr-defined]
+
     def remove(self) -> None:
         """Delete the folder and everything in it. May be called more than once."""
         self._folder.cleanup()

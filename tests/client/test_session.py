@@ -42,7 +42,7 @@ class Chain:
 class Connection:
     """Its chains open as `outcomes` say: "open", or an error; "too late" is an interruption when the chain is open."""
 
-    blocks, span, local = 4, Span(0, 4), None
+    blocks, span, local, is_usable = 4, Span(0, 4), None, True
 
     def __init__(self, *outcomes: object) -> None:
         self.chains: list[Chain] = []
@@ -52,6 +52,9 @@ class Connection:
         self.arguments = arguments
         self.chains.append(Chain(self._outcomes))
         return self.chains[-1]
+
+    def release(self, chain: Chain) -> None:
+        self.run(chain.close())
 
     def run(self, work: Coroutine[Any, Any, Any]) -> Any:
         """Until its end: nothing in these coroutines waits."""

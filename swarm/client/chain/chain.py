@@ -129,6 +129,10 @@ class Chain:
         self.settle(numbers[-1])
         return outputs
 
+    def inputs(self) -> list[tuple[PackedHidden, StepLayout]]:
+        """Steps that bring another chain to where this one is, while none is under way."""
+        return [(hidden, layout) for layout, hidden in self._hops[0].history.replay(self.next_number - 1)]
+
     async def begin(
         self, hidden: PackedHidden, layout: StepLayout, exits: ExitTerms | None = None, exit_block: int | None = None
     ) -> int:

@@ -17,6 +17,10 @@ CLOSE_TIMEOUT_S = 1.0
 """Seconds that a server gets to read that a session is over."""
 
 
+_listeners: set[asyncio.Task[None]] = set()
+"""A task that nobody has is gone before its end. A session that nobody has closes its streams itself."""
+
+
 class HopStream:
     """Opens the stream, sends, listens to whatever comes, and closes.
 
@@ -58,6 +62,8 @@ class HopStream:
         """Hand over all that comes from now on."""
         if self._stream is not None:
             self._listener = asyncio.get_running_loop().create_task(self._listen(self._stream))
+            _listeners.add(self._listener)
+            self._listener.add_done_callback(_listeners.discard)
 
     async def send(self, message: messages.Message, payload: bytes | memoryview, seconds: float) -> None:
         """Send a message, which the server has to read within `seconds`. Raises `PeerLost` or `PeerTimeout`."""

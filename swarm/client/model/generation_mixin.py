@@ -264,6 +264,7 @@ class DistributedGenerationMixin(ExitsMixin, DistributedModelMixin):
             )
         if given is None and generation_config.use_cache is not False:
             self._active.temporary = self.inference_session(max_length=max(1, length), early_exit=options)
+            self._active.temporary.grows = True  # PEFT's prompts come in front of what was counted
             model_kwargs["past_key_values"] = self._active.temporary.cache
 
     def _sample(

@@ -26,7 +26,7 @@ from swarm.errors import UsageError
 from swarm.models.placeholder_cache import PlaceholderCache
 
 DEFAULT_MAX_LENGTH = 2048
-"""Most tokens of a session that a hand-written loop opens with `use_cache=True`."""
+"""Tokens for which a hand-written loop opens a session with `use_cache=True` at first; it grows."""
 
 
 class ForwardHooks:
@@ -59,6 +59,7 @@ class ForwardHooks:
             # A hand-written loop: out = model(ids, use_cache=True), then model(next, past_key_values=out...).
             limit = getattr(self._model.config, "max_position_embeddings", None) or DEFAULT_MAX_LENGTH
             session = self._model.inference_session(max_length=min(limit, DEFAULT_MAX_LENGTH))
+            session.grows = True
             cache = session.cache
             cache.keep_session()
             kwargs = {**kwargs, "past_key_values": cache}

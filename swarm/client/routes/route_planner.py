@@ -17,6 +17,7 @@ from typing import TypeVar
 from swarm.client.config import ClientConfig, ModelIdentity
 from swarm.client.local_blocks import describe_route
 from swarm.client.routes.events import EventListener, PeerAvoided, ignore_events
+from swarm.common.console import print_line
 from swarm.data_structures import Hop, Route, ServerInfo, Span
 from swarm.dht.directory import fetch_models, fetch_servers
 from swarm.errors import (
@@ -189,7 +190,7 @@ class RoutePlanner:
     def report_route(self, route: Route) -> None:
         """Print the route that a session takes, if the configuration asks for it."""
         if self._config.show_route:
-            print(describe_route(route, self._config.local_blocks))
+            print_line(describe_route(route, self._config.local_blocks))
 
     async def close(self) -> None:
         """Cancel the background tasks."""
