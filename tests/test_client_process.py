@@ -36,7 +36,9 @@ FORKS = """
 before = generate()
 def child():
     global model
-    for use in (generate, lambda: model(ids), lambda: model.inference_session(max_length=9).open(), model.swarm.servers):
+    def opens():
+        model.inference_session(max_length=9).open()
+    for use in (generate, lambda: model(ids), opens, model.swarm.servers):
         try:
             use()
         except Exception as error:

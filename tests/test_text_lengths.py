@@ -98,6 +98,14 @@ def test_texts_are_those_of_transformers(name, tmp_path):
         for one, known in zip(prompts, expected, strict=True):
             assert text(model, one.repeat(1, 1), prompt_lookup_num_tokens=4) == known
 
+        # Rows of a batch grow beyond the length at different times.
+        padded = torch.cat([torch.zeros(1, CROSSING - SHORT, dtype=torch.long), prompts[0]], 1)
+        mask = torch.tensor([[0] * (CROSSING - SHORT) + [1] * SHORT, [1] * CROSSING])
+        known = [local.text(one, max_new_tokens=ORIGINAL) for one in prompts[:2]]
+        options = {"attention_mask": mask, "max_new_tokens": ORIGINAL, "do_sample": False, "eos_token_id": None}
+        rows = model.generate(torch.cat([padded, prompts[1]]), pad_token_id=0, **options).tolist()
+        assert [rows[0][CROSSING - SHORT :], rows[1]] == known
+
         # Whole texts of different lengths, without a session.
         rows = torch.cat([torch.cat([prompts[0], prompts[0][:, :1].expand(1, LONG - SHORT)], 1), prompts[2]])
         mask = torch.tensor([[1] * SHORT + [0] * (LONG - SHORT), [1] * LONG])

@@ -310,14 +310,37 @@ class DistributedGenerationMixin(ExitsMixin, DistributedModelMixin):
         if next_sequence_length is None and isinstance(cache, PlaceholderCache):
             mask_length = mask.shape[1] if mask is not None else None
             next_sequence_length = unseen_length(cache.get_seq_length(), input_ids.shape[1], mask_length)
+        if isinstance(cache, PlaceholderCache) and self._crosses_rope_limit(cache, input_ids, mask):
+            cache.set_length(0)
+            next_sequence_length = None
         inputs = super().prepare_inputs_for_generation(  # type: ignore[misc]
             input_ids, next_sequence_length=next_sequence_length, **kwargs
         )
         if isinstance(cache, PlaceholderCache) and inputs.get("past_key_values") is None:
-            # The family begins again: rotary frequencies change where the text grows beyond a certain length.
-            cache.set_length(0)
+            cache.set_length(0)  # the family begins again
             inputs["past_key_values"] = cache
         return inputs
+
+    def _crosses_rope_limit(self, cache: PlaceholderCache, input_ids: torch.Tensor, mask: torch.Tensor | None) -> bool:
+        """Whether a sequence grows beyond the length where the family begins again, with other rotary frequencies.
+
+        The family itself looks at the length with padding.
+        """
+        limit, past = rope_limit(self.config), cache.get_seq_length()  # type: ignore[attr-defined]
+        if limit is None or not 0 < past <= input_ids.shape[1]:
+            return False
+        real = mask if mask is not None else torch.ones_like(input_ids)
+        before, after = real[:, :past].sum(1), real.sum(1)
+        return bool(((before <= limit) & (after > limit)).any()) and self._begins_again(limit)
+
+    def _begins_again(self, limit: int) -> bool:
+        """Whether the family drops its cache where a sequence grows beyond `limit` tokens."""
+        probe = PlaceholderCache(self)
+        probe.length = limit
+        prepare = super().prepare_inputs_for_generation  # type: ignore[misc]
+        return (
+            prepare(torch.zeros(1, limit + 1, dtype=torch.long), past_key_values=probe).get("past_key_values") is None
+        )
 
 
 def _continue_session(
