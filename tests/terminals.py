@@ -37,7 +37,7 @@ class Screen:
         return LINE.sub("", self.raw.decode(errors="replace")).replace("\r", "")
 
     def type(self, keys: str) -> None:
-        os.write(self._keyboard, keys.encode())
+        os.write(self._keyboard, keys.encode(errors="surrogateescape"))
 
     def wait_for(self, pattern: str, seconds: float = 300.0) -> re.Match[str]:
         """The next match behind the last one."""

@@ -109,7 +109,7 @@ def chat_sequences(
         replace(
             _sequence(options, served, prompt, max_tokens, choice),
             constraint=_chat_constraint(options, served, tools, thoughts),
-            tools=ToolCallParser(served.tool_syntax, names, tools.must_call)
+            tools=ToolCallParser(served.tool_syntax, names, tools.must_call, tools.single_call)
             if offered and served.tool_syntax is not None
             else None,
             thinking=thoughts.parser() if thoughts is not None else None,

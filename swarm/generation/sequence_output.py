@@ -37,7 +37,7 @@ class SequenceOutput:
     """Turns tokens into deltas: whole characters, up to a stop sequence, with thoughts and tool calls separated.
 
     Attributes:
-        stopped: a stop sequence has occurred.
+        stopped: a stop sequence has occurred, or the only call that is wanted.
         has_calls: a tool was called.
     """
 
@@ -59,6 +59,7 @@ class SequenceOutput:
         text = self._stop_filter.feed("" if is_end else self._detokenizer.add_token(sampled.token))
         self.stopped = self._stop_filter.hit
         delta = self._separate(text)
+        self.stopped = self.stopped or bool(delta.calls and self._tools is not None and self._tools.single_call)
         return self._with_tokens(delta) if delta.text or delta.calls or delta.thought else None
 
     @property

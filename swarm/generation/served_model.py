@@ -16,6 +16,7 @@ from swarm.generation.formats.response_format import GrammarCompiler
 from swarm.generation.formats.thinking import ThinkingSyntax, thinking_syntax
 from swarm.generation.formats.tool_syntax import ToolSyntax, tool_syntax
 from swarm.models.tokenizers.chat_template import template_text
+from swarm.models.tokenizers.end_token import add_end_token
 from swarm.models.tokenizers.prompt_process import PromptMaker, PromptProcess, TokenizerPrompts
 from swarm.models.tokenizers.tokenizer import load_tokenizer
 
@@ -69,6 +70,7 @@ class ServedModel:
             on_failure.callback(model.swarm.close)
             prompts.require_loaded()  # within limits, so that it can be loaded here
             tokenizer = load_tokenizer(checkpoint.source, checkpoint.revision, cache_dir)
+            add_end_token(model, tokenizer.eos_token_id)  # which may be its class's, and in no file
             on_failure.pop_all()
         return cls(checkpoint.name, model, tokenizer, prompts)
 

@@ -116,6 +116,12 @@ def test_a_call_of_a_tool_that_was_not_offered_is_text(client, word, options):
     assert choice.finish_reason == "stop"
 
 
+def test_a_single_call_is_the_end_of_the_answer(client):
+    (choice,) = ask(client, "weather?", tools=[WEATHER], parallel_tool_calls=False).choices
+    assert called(choice.message.tool_calls) == EXPECTED[:1]
+    assert (choice.message.content, choice.finish_reason) == ("I shall look.", "tool_calls")
+
+
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
 def test_a_call_can_be_forced(client, choice):
     (reply,) = ask(client, "json?", tools=[WEATHER], tool_choice=choice, seed=3, max_tokens=400).choices
@@ -182,6 +188,22 @@ def test_a_chat_template_is_given_what_the_request_sets(client):
     with pytest.raises(openai.BadRequestError, match="does not know 'mood'") as caught:
         ask(client, "think?", extra_body={"chat_template_kwargs": {"mood": "kind"}})
     assert caught.value.param == "chat_template_kwargs"
+    with pytest.raises(openai.BadRequestError, match="chat template does not read it") as caught:
+        ask(client, "think?", reasoning_effort="high")
+    assert caught.value.param == "reasoning_effort"
+
+
+def test_what_is_not_known_is_refused_and_what_changes_nothing_is_not(client):
+    harmless = {"user": "ann", "metadata": {"a": "b"}, "store": False, "service_tier": "auto"}
+    said = ask(client, "12", **harmless, stream_options=None).choices[0].message
+    again = ask(client, "12", said.model_dump(), "12", **harmless, extra_body={"prompt_cache_key": "k"})
+    assert again.choices[0].message.content == said.content
+    with pytest.raises(openai.BadRequestError) as caught:
+        ask(client, "12", extra_body={"min_length": 100})
+    assert (caught.value.param, caught.value.code) == ("min_length", "unsupported_parameter")
+    with pytest.raises(openai.BadRequestError) as caught:
+        ask(client, "json?", response_format={"type": "json_object", "schema": SCHEMA})
+    assert caught.value.param == "response_format"
 
 
 def test_a_message_of_the_assistant_is_continued(client):

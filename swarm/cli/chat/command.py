@@ -91,7 +91,8 @@ def main(
                     terminal.interactive, model, peers, membership, exact, digests, trust_on_first_use, weights_from
                 )
         try:
-            Dialogue(backend, terminal, AnswerOptions(temperature, max_tokens, seed, early_exit), system).run()
+            options = AnswerOptions(temperature, max_tokens, seed, early_exit)
+            Dialogue(backend, terminal, options, terminal.readable(system, "--system")).run()
         finally:
             backend.close()
 

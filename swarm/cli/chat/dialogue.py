@@ -132,8 +132,8 @@ class Dialogue:
                 json.dump(messages, file, ensure_ascii=False, indent=1)
         except FileExistsError:
             raise InvalidCommand(f"{path} exists; choose another name") from None
-        except OSError as error:
-            raise InvalidCommand(f"{path} cannot be written: {error.strerror}") from None
+        except (OSError, ValueError) as error:  # the latter, of a zero byte in the name
+            raise InvalidCommand(f"{path} cannot be written: {getattr(error, 'strerror', error)}") from None
         self._terminal.write_notice(f"{path}: {len(messages)} messages")
 
 

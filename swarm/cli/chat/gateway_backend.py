@@ -106,7 +106,7 @@ class GatewayBackend:
                 ) from None
         except ssl.SSLError as error:
             raise ChatFailed(f"the TLS connection to {self._url} failed: {error}") from None
-        except (OSError, http.client.HTTPException) as error:
+        except (OSError, http.client.HTTPException, UnicodeError) as error:  # the last, of a host's name
             why = getattr(error, "reason", None) or error
             raise ChatFailed(f"the gateway at {self._url} cannot be reached: {why}") from None
         return reply
@@ -120,7 +120,7 @@ def base_url(url: str) -> str:
     """
     try:
         parts = urlsplit(url.strip())
-        usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0 and parts.path.isascii()
     except ValueError:  # an invalid port or IPv6 address
         usable = False
     if not usable:

@@ -35,22 +35,33 @@ class Terminal:
         self.interactive = sys.stdin.isatty() and sys.stdout.isatty()
         self._faint = self.interactive and "NO_COLOR" not in os.environ
         self._inside_line = False
-        for stream in (sys.stdout, sys.stderr):
+        for stream, errors in ((sys.stdin, "surrogateescape"), (sys.stdout, "replace"), (sys.stderr, "replace")):
             with suppress(AttributeError):
-                stream.reconfigure(errors="replace")  # type: ignore[union-attr]
+                stream.reconfigure(errors=errors)  # type: ignore[union-attr]
 
     def lines(self) -> Iterator[str]:
         """The lines of the input."""
         if not self.interactive:
             for line in sys.stdin:
-                yield line.rstrip("\r\n")
+                yield self.readable(line.rstrip("\r\n"), "This line")
             return
         while True:
             try:
-                yield input(PROMPT)
+                yield self.readable(input(PROMPT), "This line")
             except EOFError:
                 sys.stdout.write("\n")
                 return
+
+    def readable(self, text: str, what: str) -> str:
+        """The text, with U+FFFD for bytes that are not UTF-8. A notice tells of them."""
+        given = text.encode(errors="surrogateescape")
+        try:
+            return given.decode()
+        except UnicodeDecodeError:
+            self.write_notice(
+                f"{what} is not UTF-8; \ufffd stands for what cannot be read. Convert it first, for example with iconv"
+            )
+            return given.decode(errors="replace")
 
     def write(self, text: str) -> None:
         """Write text of the answer."""

@@ -31,6 +31,7 @@ from swarm.models.checkpoints.checkpoint import Checkpoint
 from swarm.models.checkpoints.partial_loading import resolve_dtype
 from swarm.models.cutting.families import classification_class
 from swarm.models.loading.span_loading import load_span
+from swarm.models.tokenizers.end_token import add_end_token, tokenizer_end_token
 from swarm.models.wire_defaults import default_wire_format
 from swarm.protocol.compression import load_quantizer
 from swarm.transport.addresses import parse_peers
@@ -232,6 +233,7 @@ def _assemble_model(connection: SwarmConnection, request: _ModelRequest) -> Any:
     object.__setattr__(model, "swarm", connection)
     object.__setattr__(model, "_active", ActiveSessions())
     if task == "CAUSAL_LM":
+        add_end_token(model, tokenizer_end_token(checkpoint.fetch))
         if not hasattr(model, "lm_head"):
             object.__setattr__(model, "lm_head", model.get_output_embeddings())
         share_head(model.lm_head)

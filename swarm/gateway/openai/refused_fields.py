@@ -1,25 +1,33 @@
-"""Fields that other servers take and this one does not: refused by name, unless their value changes nothing.
+"""Fields that are refused by name: all that this gateway does not know, unless their value changes nothing.
 
-Ignoring one would give another answer than the client asked for. Fields that are not in the tables are ignored.
+Ignoring one would give another answer than the client asked for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import msgspec
-from msgspec import UNSET, UnsetType
 
 from swarm.gateway.openai.api_errors import BadRequest
 
 MAX_NEUTRAL_BYTES = 64
 """No value that changes nothing is longer."""
 
+IGNORED = frozenset({"user", "safety_identifier", "metadata", "store", "request_id", "service_tier", "priority"}) | {
+    *("prompt_cache_key", "prompt_cache_retention", "cache_salt", "cache_prompt", "keep_alive"),
+    *("prediction", "guided_decoding_backend"),
+}
+"""Fields that change no answer: who asks, what is kept of it, and how fast or by what means it is computed."""
+
 Neutral = tuple[Any, ...]
 """Values that change nothing, besides null."""
 
-COMMON: Mapping[str, tuple[Neutral, str]] = {
+RefusedFields = Mapping[str, tuple[Neutral, str]]
+"""Names of fields, each with the values that change nothing, and what to use instead."""
+
+COMMON: RefusedFields = {
     "add_special_tokens": ((), ""),
     "allowed_token_ids": ((), "use logit_bias or structured_outputs"),
     "bad_words": (([],), "use logit_bias"),
@@ -45,12 +53,15 @@ COMMON: Mapping[str, tuple[Neutral, str]] = {
     "top_a": ((0,), ""),
     "typical_p": ((1,), ""),
     "use_beam_search": ((False,), ""),
+    "verbosity": (("medium",), "write it into the prompt"),
 }
-"""Of both endpoints: the values that change nothing, and what to use instead."""
+"""Of both endpoints."""
 
-CHAT: Mapping[str, tuple[Neutral, str]] = {
+CHAT: RefusedFields = {
     **COMMON,
+    "add_special_tokens": ((False,), ""),
     "audio": ((), ""),
+    "best_of": ((1,), "use n"),
     "chat_template": ((), "the model's own is used"),
     "documents": (([],), "write them into the messages"),
     "echo": ((False,), "use /v1/completions"),
@@ -63,49 +74,30 @@ CHAT: Mapping[str, tuple[Neutral, str]] = {
     "web_search_options": ((), ""),
 }
 
-COMPLETION: Mapping[str, tuple[Neutral, str]] = {
+COMPLETION: RefusedFields = {
     **COMMON,
     "add_special_tokens": ((True,), "send the prompt as token ids"),
+    "max_completion_tokens": ((), "use max_tokens"),
     "suffix": (("",), ""),
 }
 
 
-def _struct(name: str, fields: Mapping[str, Any]) -> Any:
-    return msgspec.defstruct(name, [(field, msgspec.Raw | UnsetType, UNSET) for field in fields])
-
-
-_CHAT_DECODER = msgspec.json.Decoder(_struct("RefusedChatFields", CHAT))
-_COMPLETION_DECODER = msgspec.json.Decoder(_struct("RefusedCompletionFields", COMPLETION))
-
-
-def refuse_chat_fields(body: bytes) -> None:
-    """Refuse a chat request, which is valid JSON, with fields that are not supported.
+def refuse_fields(body: bytes, known: Collection[str], table: RefusedFields) -> None:
+    """Refuse a request, which is a JSON object, with fields that are neither known nor ignored.
 
     Raises:
-        BadRequest: it has one, with a value that would change the answer.
+        BadRequest: it has one, with a value that may change the answer.
     """
-    _refuse(_CHAT_DECODER.decode(body), CHAT)
-
-
-def refuse_completion_fields(body: bytes) -> None:
-    """Refuse a completion request, which is valid JSON, with fields that are not supported.
-
-    Raises:
-        BadRequest: it has one, with a value that would change the answer.
-    """
-    _refuse(_COMPLETION_DECODER.decode(body), COMPLETION)
+    taken = IGNORED.union(known).difference(table)
+    for name, value in msgspec.json.decode(body, type=dict[str, msgspec.Raw]).items():
+        neutral, advice = table.get(name, ((), ""))
+        if name not in taken and not _is_neutral(value, neutral):
+            raise unsupported(name[:64], advice)
 
 
 def unsupported(name: str, advice: str = "") -> BadRequest:
     """The error for a field that is not supported."""
     return BadRequest(f"{name} is not supported; {advice or 'leave it out'}", param=name, code="unsupported_parameter")
-
-
-def _refuse(given: Any, table: Mapping[str, tuple[Neutral, str]]) -> None:
-    for name, (neutral, advice) in table.items():
-        value = getattr(given, name)
-        if value is not UNSET and not _is_neutral(value, neutral):
-            raise unsupported(name, advice)
 
 
 def _is_neutral(raw: msgspec.Raw, neutral: Neutral) -> bool:

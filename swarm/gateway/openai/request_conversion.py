@@ -10,6 +10,7 @@ from typing import Any, Literal
 from swarm.gateway.openai.api_errors import BadRequest
 from swarm.gateway.openai.chat_messages import AllowedTools, ChatMessage, MessageToolCall, ToolChoice
 from swarm.gateway.openai.early_exit_options import early_exit_options
+from swarm.gateway.openai.refused_fields import unsupported
 from swarm.gateway.openai.request_schema import (
     MAX_TEXTS,
     UNLIMITED,
@@ -22,7 +23,7 @@ from swarm.generation.formats.tool_calls import ToolFunction, ToolOptions
 from swarm.generation.prompts import ROOM_LEFT, GenerationOptions, chat_sequences, completion_sequences
 from swarm.generation.sequence_request import SequenceRequest
 from swarm.generation.served_model import ServedModel
-from swarm.models.tokenizers.chat_template import TemplateOptions, reads_variable
+from swarm.models.tokenizers.chat_template import THINKING_VARIABLES, TemplateOptions, reads_variable
 
 
 def chat_request_sequences(
@@ -66,13 +67,20 @@ def completion_request_sequences(
 
 
 def template_options(request: ChatRequest, served: ServedModel) -> TemplateOptions:
-    """What a request asks of the chat template."""
+    """What a request asks of the chat template.
+
+    Raises:
+        BadRequest: the template does not read the reasoning effort that is asked for.
+    """
     variables = dict(request.chat_template_kwargs or {})
-    if (effort := request.reasoning_effort) is not None:  # a wish: templates that do not know it ignore it
-        if effort == "none" and reads_variable(served.tokenizer, "enable_thinking"):
-            variables.setdefault("enable_thinking", False)
+    if (effort := request.reasoning_effort) is not None:
+        switches = [name for name in THINKING_VARIABLES if reads_variable(served.tokenizer, name)]
+        if effort == "none" and switches:
+            variables.setdefault(switches[0], False)
         elif reads_variable(served.tokenizer, "reasoning_effort"):
             variables.setdefault("reasoning_effort", effort)
+        elif effort not in ("none", "medium"):  # which is how a model without it thinks
+            raise unsupported("reasoning_effort", "the model's chat template does not read it; leave it out")
     return TemplateOptions(
         variables,
         continue_final=bool(request.continue_final_message),
@@ -86,13 +94,13 @@ def tool_options(request: ChatRequest) -> ToolOptions:
         ToolFunction(tool.function.name, tool.function.description, tool.function.parameters, tool.function.strict)
         for tool in request.tools or ()
     )
-    choice = request.tool_choice
+    choice, single = request.tool_choice, request.parallel_tool_calls is False
     if isinstance(choice, ToolChoice) and choice.function is not None:
-        return ToolOptions(functions, forced_function=choice.function.name)
+        return ToolOptions(functions, forced_function=choice.function.name, single_call=single)
     if isinstance(choice, ToolChoice) and choice.allowed_tools is not None:
-        return ToolOptions(_allowed(functions, choice.allowed_tools), choice.allowed_tools.mode)
+        return ToolOptions(_allowed(functions, choice.allowed_tools), choice.allowed_tools.mode, single_call=single)
     mode: Literal["auto", "none", "required"] = choice if isinstance(choice, str) else "auto"
-    return ToolOptions(functions, mode)
+    return ToolOptions(functions, mode, single_call=single)
 
 
 def _allowed(functions: Sequence[ToolFunction], allowed: AllowedTools) -> tuple[ToolFunction, ...]:
@@ -127,8 +135,8 @@ def template_message(message: ChatMessage) -> dict[str, Any]:
         converted["name"] = message.name
     if message.tool_call_id is not None:
         converted["tool_call_id"] = message.tool_call_id
-    if message.reasoning_content is not None:
-        converted["reasoning_content"] = message.reasoning_content
+    if (thought := message.reasoning_content or message.reasoning) is not None:
+        converted["reasoning_content"] = thought
     return converted
 
 

@@ -1,7 +1,7 @@
 """The requests of OpenAI's interface as types, which validate their fields and ranges.
 
-Unknown fields are ignored, as are OpenAI's fields that have no meaning here. Fields that would change the answer but
-are not supported are refused by name (`refused_fields`), so that no client gets another answer than it asked for.
+Unknown fields are refused by name, except for those that change no answer (`refused_fields`), so that no client gets
+another answer than it asked for. Fields that are there for that have the type `Any`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from msgspec import Meta, Struct
 from swarm.gateway.openai.api_errors import BadRequest
 from swarm.gateway.openai.chat_messages import MAX_TOOLS, ChatMessage, ToolChoice, ToolDefinition
 from swarm.gateway.openai.early_exit_options import EarlyExitRequest
-from swarm.gateway.openai.refused_fields import refuse_chat_fields, refuse_completion_fields
+from swarm.gateway.openai.refused_fields import CHAT, COMPLETION, RefusedFields, refuse_fields, unsupported
 from swarm.gateway.openai.structured_outputs import FormFields
 
 MAX_CHOICES = 8
@@ -42,10 +42,12 @@ StopTokens = Annotated[list[TokenId], Meta(max_length=MAX_STOP_TOKENS)]
 LogitBias = dict[str, Annotated[float, Meta(ge=-100, le=100)]]
 
 
-class StreamOptions(Struct):
+class StreamOptions(Struct, forbid_unknown_fields=True):
     """Options of a streamed response."""
 
     include_usage: bool = False
+    include_obfuscation: Any = None
+    continuous_usage_stats: Any = None
 
 
 class GenerationRequest(FormFields, kw_only=True):
@@ -168,11 +170,9 @@ def _whole_number(raw: msgspec.Raw) -> msgspec.Raw:
 
 
 _WHOLE_NUMBER = re.compile(rb"(-?[0-9]{1,15})\.0{1,15}")
-_CHAT_DECODER = msgspec.json.Decoder(ChatRequest)
-_PROMPT_DECODER = msgspec.json.Decoder(PromptRequest)
-_COMPLETION_DECODER = msgspec.json.Decoder(CompletionRequest)
 _ERROR_PATH = re.compile(r" - at (?:`key` in )?`\$\.?([^`]*)`$")
 _MISSING_FIELD = re.compile(r"field `([^`]+)`")
+_UNKNOWN_FIELD = re.compile(r"\AObject contains unknown field `(.*?)`(?: - at `|\Z)", re.DOTALL)
 
 
 def parse_chat_request(body: bytes) -> ChatRequest:
@@ -181,20 +181,19 @@ def parse_chat_request(body: bytes) -> ChatRequest:
     Raises:
         BadRequest: the body is not a valid chat request.
     """
-    request: ChatRequest = _decode(_CHAT_DECODER, body)
-    _check_chat_request(request, body)
+    request: ChatRequest = decode_request(ChatRequest, body, CHAT)
+    _check_chat_request(request)
     return request
 
 
 def parse_prompt_request(body: bytes) -> PromptRequest:
     """Parse a chat request of which only the prompt is asked for. Raises the same as `parse_chat_request`."""
-    request: PromptRequest = _decode(_PROMPT_DECODER, body)
-    _check_chat_request(request, body)
+    request: PromptRequest = decode_request(PromptRequest, body, CHAT)
+    _check_chat_request(request)
     return request
 
 
-def _check_chat_request(request: ChatRequest, body: bytes) -> None:
-    refuse_chat_fields(body)
+def _check_chat_request(request: ChatRequest) -> None:
     _require_some(request, "max_tokens", "max_completion_tokens", "truncate_prompt_tokens")
     if len(request.chat_template_kwargs or {}) > MAX_TEMPLATE_VARIABLES:
         raise BadRequest(
@@ -222,21 +221,11 @@ def parse_completion_request(body: bytes) -> CompletionRequest:
     Raises:
         BadRequest: the body is not a valid completion request.
     """
-    request: CompletionRequest = _decode(_COMPLETION_DECODER, body)
-    refuse_completion_fields(body)
+    request: CompletionRequest = decode_request(CompletionRequest, body, COMPLETION)
     _require_some(request, "truncate_prompt_tokens")
     if request.best_of is not None and request.best_of != (request.n or 1):
         raise BadRequest("best_of is not supported; use n", param="best_of", code="unsupported_parameter")
     return request
-
-
-def decode_request(kind: type[Struct], body: bytes) -> Any:
-    """The body as a request of this kind.
-
-    Raises:
-        BadRequest: it is not one.
-    """
-    return _decode(msgspec.json.Decoder(kind), body)
 
 
 def _require_some(request: GenerationRequest, *names: str) -> None:
@@ -246,12 +235,22 @@ def _require_some(request: GenerationRequest, *names: str) -> None:
             raise BadRequest(f"{name} may not be 0; use 1 or more, or -1 for as many as fit", param=name)
 
 
-def _decode(decoder: msgspec.json.Decoder[Any], body: bytes) -> Any:
+def decode_request(kind: type[Struct], body: bytes, refused: RefusedFields | None = None) -> Any:
+    """The body as a request of this kind. If there is a table for some other fields, all others are refused.
+
+    Raises:
+        BadRequest: it is not one.
+    """
     try:
-        return _decode_with_whole_numbers(decoder, body)
+        request = _decode_with_whole_numbers(msgspec.json.Decoder(kind), body)
+        if refused is not None:
+            refuse_fields(body, kind.__struct_fields__, refused)
+        return request
     except msgspec.ValidationError as error:
         message = str(error)
         path = _ERROR_PATH.search(message)
+        if unknown := _UNKNOWN_FIELD.search(message):
+            raise unsupported(f"{path[1]}.{unknown[1][:64]}" if path else unknown[1][:64]) from None
         field = _MISSING_FIELD.search(message)
         param = (path[1] if path and path[1] else None) or (field[1] if field else None)
         raise BadRequest(message.replace("`$.", "`").replace(" - at", ", at"), param=param) from None

@@ -38,6 +38,9 @@ class StructuredOutputs(Struct, kw_only=True, forbid_unknown_fields=True):
     disable_fallback: Any = None
 
 
+_TAKEN = ("json", "regex", "choice", "json_object", "disable_fallback")
+
+
 class FormFields(Struct, kw_only=True):
     """The fields of a request that ask for a form. At most one of them is given."""
 
@@ -64,8 +67,8 @@ class FormFields(Struct, kw_only=True):
         if self.response_format is not None:
             forms.append(AnswerForm(self.response_format))
         if (asked := self.structured_outputs) is not None:
-            for name in ("grammar", "structural_tag", "whitespace_pattern", "disable_additional_properties"):
-                if getattr(asked, name) not in (None, False):
+            for name in asked.__struct_fields__:
+                if name not in _TAKEN and getattr(asked, name) not in (None, False):
                     raise unsupported(f"structured_outputs.{name}", "use json, regex or choice")
             forms += _given("structured_outputs.", asked.json, asked.regex, asked.choice)
             if asked.json_object:

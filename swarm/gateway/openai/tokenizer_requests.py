@@ -13,7 +13,7 @@ from swarm.generation.prompts import conversation_prompt
 from swarm.generation.served_model import ServedModel
 
 
-class TokenizeRequest(Struct, kw_only=True):
+class TokenizeRequest(Struct, kw_only=True, forbid_unknown_fields=True):
     """The body of `POST /tokenize`, if it has a `prompt`."""
 
     prompt: str
@@ -28,7 +28,7 @@ class _TokenizeHead(Struct):
     prompt: Any = None
 
 
-class DetokenizeRequest(Struct, kw_only=True):
+class DetokenizeRequest(Struct, kw_only=True, forbid_unknown_fields=True):
     """The body of `POST /detokenize`."""
 
     tokens: list[TokenId]

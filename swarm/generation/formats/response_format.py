@@ -42,15 +42,16 @@ WHITE_SPACE = r"(\x20|\x0A(\x20{0,16}|\x09{0,8}))?"
 """White space between the parts of JSON: one space, or a line break and its indent. Small models would go on and on."""
 
 
-class JsonSchemaFormat(msgspec.Struct):
+class JsonSchemaFormat(msgspec.Struct, forbid_unknown_fields=True):
     """The value of `json_schema` in OpenAI's `response_format`."""
 
     name: Annotated[str, msgspec.Meta(max_length=256)] = ""
     schema: dict[str, Any] | None = None
     strict: bool | None = None
+    description: str | None = None  # is not for the grammar
 
 
-class ResponseFormat(msgspec.Struct):
+class ResponseFormat(msgspec.Struct, forbid_unknown_fields=True):
     """OpenAI's `response_format`, with two forms more: a regular expression, and one of several texts."""
 
     type: Literal["text", "json_object", "json_schema", "regex", "choice"]

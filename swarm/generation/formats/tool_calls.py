@@ -77,11 +77,13 @@ class ToolOptions:
     Attributes:
         choice: "auto" leaves it to the model, "none" forbids calls, "required" demands one.
         forced_function: name of the one function that has to be called; None if there is no such function.
+        single_call: whether the answer ends with its first call.
     """
 
     functions: tuple[ToolFunction, ...] = ()
     choice: Literal["auto", "none", "required"] = "auto"
     forced_function: str | None = None
+    single_call: bool = False
 
     @property
     def must_call(self) -> bool:
@@ -130,13 +132,17 @@ class ToolCallParser:
         syntax: how the model writes calls.
         names: of the functions that the model may call.
         must_call: whether the answer is a call in any case.
+        single_call: whether the answer ends with its first call.
 
     Attributes:
         is_cut: the last call is not complete.
     """
 
-    def __init__(self, syntax: ToolSyntax, names: frozenset[str], must_call: bool = False) -> None:
+    def __init__(
+        self, syntax: ToolSyntax, names: frozenset[str], must_call: bool = False, single_call: bool = False
+    ) -> None:
         self.is_cut = False
+        self.single_call = single_call
         self._must_call = must_call
         self._syntax = syntax
         self._names = names
@@ -250,7 +256,7 @@ class ToolCallParser:
         if call is None:
             return self._not_a_call(end)
         self._calls.append(call)
-        self._held, self._space = self._held[end:], ""
+        self._held, self._space = "" if self.single_call else self._held[end:], ""
         self._state = _ParserState.AFTER_CALL
         return True
 

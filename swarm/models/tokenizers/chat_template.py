@@ -111,8 +111,7 @@ def conversation_tokens(
         raise ChatTemplateError(f"the model's chat template does not accept this conversation: {why}") from error
     if len(text) > MAX_PROMPT_CHARACTERS:
         raise ChatTemplateError(f"the model's chat template made a text of {len(text)} characters of this conversation")
-    tokens: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
-    return tokens
+    return text_tokens(tokenizer, text, add_special=False)
 
 
 def text_tokens(tokenizer: Any, text: str, add_special: bool = True) -> list[int]:
@@ -120,6 +119,13 @@ def text_tokens(tokenizer: Any, text: str, add_special: bool = True) -> list[int
 
     Args:
         add_special: whether to begin as the model's texts begin, such as with a token for that.
+
+    Raises:
+        ChatTemplateError: the text is not valid Unicode.
     """
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ChatTemplateError("the text has half of a surrogate pair, which is no character; remove it") from None
     tokens: list[int] = tokenizer(text, add_special_tokens=add_special)["input_ids"]
     return tokens

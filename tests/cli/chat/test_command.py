@@ -63,7 +63,8 @@ def run(arguments: Sequence[str], lines: str, **environment: str) -> subprocess.
         [sys.executable, *CHAT, *arguments],
         input=lines,
         capture_output=True,
-        text=True,
+        encoding="utf-8",
+        errors="surrogateescape",
         timeout=300,
         env={**os.environ, **environment},
         check=False,
@@ -84,6 +85,33 @@ def test_each_line_of_a_script_is_a_message(way, tmp_path: Path):
     said = json.loads(saved.read_text())
     assert [message["role"][0] for message in said] == list("suauaua")
     assert said[-1] == {"role": "assistant", "content": HELLO}
+
+
+@pytest.mark.parametrize("errors", ["strict", "surrogateescape"])
+def test_input_that_is_not_utf_8_is_told_and_the_next_line_answered(way, tmp_path: Path, errors):
+    options, environment = way
+    saved = tmp_path / "talk.json"
+    lines = f"caf\udce9\nsay hello\n/save {saved}\n/save {tmp_path}/\0\n"
+    done = run((*options, "--system", "Be k\udcefnd."), lines, **environment, PYTHONIOENCODING=f"utf-8:{errors}")
+    assert (done.returncode, done.stdout) == (2, f"{SCRIPTS['']}\n{HELLO}\n"), done.stderr
+    assert "--system is not UTF-8; \ufffd stands for what cannot be read. Convert it" in done.stderr
+    assert done.stderr.count("This line is not UTF-8") == 1
+    assert done.stderr.endswith("cannot be written: embedded null byte\n")
+    said = [message["content"] for message in json.loads(saved.read_text())]
+    assert said == ["Be k\ufffdnd.", "caf\ufffd", SCRIPTS[""], "say hello", HELLO]
+
+
+def test_keys_that_are_not_utf_8_are_told(gateway, key):
+    with at_terminal((*CHAT, "--url", gateway.url, "--key", key), PYTHONIOENCODING="utf-8") as screen:
+        screen.wait_for("> ")
+        screen.type("caf\udcff now\n")
+        screen.wait_for("This line is not UTF-8")
+        screen.wait_for(r"tokens/s.*\n> ")
+        screen.type("say hello\n")
+        screen.wait_for(re.escape(HELLO))
+        screen.wait_for(r"tokens/s.*\n> ")
+        screen.type("/quit\n")
+        assert screen.wait_end() == 0
 
 
 def test_ctrl_c_stops_the_answer_and_not_the_conversation(way):
@@ -162,6 +190,8 @@ def _behind(gateway, swarm, spare):
         ((), 2, "a swarm or a gateway is required: --initial-peers ADDRESS... of a swarm"),
         (("--url", "gateway"), 2, "such as http://127.0.0.1:8000/v1"),
         (("--url", "http://127.0.0.1:1/v1"), 1, "cannot be reached"),
+        (("--url", "http://127.0.0.1:1/\udce9"), 2, "such as http://127.0.0.1:8000/v1"),
+        (("--url", "http://\udce9:1/"), 1, "cannot be reached"),
         (("--url", "http://127.0.0.1:1/v1", "--digests", "weights.json"), 2, "the gateway decides"),
         (("--initial-peers", "/ip4/127.0.0.1/tcp/1"), 2, "does not end in /p2p/PEER_ID"),
     ],

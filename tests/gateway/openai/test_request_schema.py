@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 
 from swarm.gateway.openai.api_errors import BadRequest
 from swarm.gateway.openai.refused_fields import CHAT
+from swarm.gateway.openai.request_conversion import template_message
 from swarm.gateway.openai.request_schema import parse_chat_request, parse_completion_request
+from swarm.gateway.openai.tokenizer_requests import parse_detokenize_request, parse_tokenize_request
 from swarm.generation.formats.response_format import AnswerForm
 
 USER = [{"role": "user", "content": "hello"}]
@@ -84,8 +86,8 @@ def refused(read: Any, body: bytes) -> BadRequest:
         ({"stop_token_ids": [-1]}, "Expected `int` >= 0, at `stop_token_ids[0]`", "stop_token_ids[0]"),
         (
             {"structured_outputs": {"xml": "<a/>"}},
-            "Object contains unknown field `xml`, at `structured_outputs`",
-            "structured_outputs",
+            "structured_outputs.xml is not supported; leave it out",
+            "structured_outputs.xml",
         ),
         ({"seed": 2**64}, "Expected `int` <= 9223372036854775807, at `seed`", "seed"),
     ],
@@ -103,11 +105,72 @@ def test_invalid_json(body):
         assert "JSON" in str(failure) or "Expected `object`" in str(failure)
 
 
-def test_unknown_fields_are_ignored():
-    asked = parse_chat_request(
-        chat(user="ann", metadata={"a": 1}, store=True, service_tier="auto", functions=None, temperature=1)
-    )
-    assert (asked.temperature, asked.stops, asked.include_usage) == (1.0, [], False)
+def test_only_fields_that_change_no_answer_are_ignored():
+    harmless = {"user": "ann", "metadata": {"a": 1}, "store": True, "service_tier": "auto", "prompt_cache_key": "k"}
+    asked = parse_chat_request(chat(**harmless, functions=None, unknown=None, stream_options={"include_usage": True}))
+    assert (asked.temperature, asked.stops, asked.include_usage) == (None, [], True)
+    assert parse_completion_request(completion(**harmless, unknown=None)).prompt == "hello"
+    assert parse_tokenize_request(chat(**harmless))
+    for read, body in (
+        (parse_chat_request, chat(unknown=0)),
+        (parse_completion_request, completion(unknown=False)),
+        (parse_tokenize_request, chat(unknown=[])),
+        (parse_tokenize_request, completion(unknown={})),
+        (parse_detokenize_request, b'{"tokens": [1], "unknown": ""}'),
+    ):
+        failure = refused(read, body)
+        assert str(failure) == "unknown is not supported; leave it out"
+        assert (failure.param, failure.code) == ("unknown", "unsupported_parameter")
+    assert str(refused(parse_chat_request, chat(**{"x" * 10**6: 1}))).startswith(f"{'x' * 64} is not")
+
+
+def test_messages_that_clients_send_back():
+    thought = {
+        "reasoning": "so",
+        "refusal": None,
+        "annotations": [],
+        "audio": None,
+        "function_call": None,
+        "parsed": {},
+    }
+    call = {"id": "1", "index": 0, "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    other = {"provider_specific_fields": None, "thinking_blocks": [], "function_call": None, "images": None}
+    message = {"role": "assistant", "content": None, "tool_calls": [call], **thought, **other}
+    (read,) = parse_chat_request(chat(messages=[message])).messages
+    assert template_message(read)["reasoning_content"] == "so"
+    part = {"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}}
+    no = {"type": "refusal", "refusal": "no"}
+    (read,) = parse_chat_request(chat(messages=[{"role": "assistant", "content": [part, no]}])).messages
+    assert read.text() == "ano"
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"messages": [{**USER[0], "prefix": True}]}, "messages[0].prefix"),
+        ({"messages": [{**USER[0], "images": ["aaaa"]}]}, "messages[0].images"),
+        ({"messages": [{**USER[0], "audio": {"id": "1"}}]}, "messages[0].audio"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": "a", "lang": "de"}]}]},
+            "messages[0].content[0].lang",
+        ),
+        ({"stream_options": {"every": 2}}, "stream_options.every"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "returns": {}}}]}, "tools[0].function.returns"),
+        ({"structured_outputs": {"json": {}, "strict": True}}, "structured_outputs.strict"),
+        ({"early_exit": {"beams": 1}}, "early_exit.beams"),
+    ],
+)
+def test_unknown_fields_inside_others_are_refused(fields, param):
+    assert refused(parse_chat_request, chat(**fields)).param == param
+
+
+@pytest.mark.parametrize("field", ["stop", "suffix", "user", "unknown"])
+@pytest.mark.parametrize("half", [rb"\ud800", rb"\udc00.", b"\xed\xa0\x80"])
+def test_half_of_a_surrogate_pair_is_no_text(field, half):
+    body = completion().replace(b"hello", b'hello", "' + field.encode() + b'": "' + half)
+    if field != "user":
+        refused(parse_completion_request, body)
+    refused(parse_completion_request, body.replace(b"hello", half))
 
 
 def test_text_parts_are_joined_and_images_rejected():
@@ -139,6 +202,8 @@ def test_invalid_prompts(prompt):
         ({"suffix": "x"}, "suffix"),
         ({"best_of": 2}, "best_of"),
         ({"logprobs": True}, "logprobs"),
+        ({"max_completion_tokens": 5}, "max_completion_tokens"),
+        ({"messages": USER}, "messages"),
     ],
 )
 def test_unsupported_completion_options_are_rejected(fields, param):

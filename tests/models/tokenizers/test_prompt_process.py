@@ -60,6 +60,18 @@ def test_what_a_template_refuses_is_told(process):
         process.conversation([{"role": "system", "content": "a"}])
 
 
+@pytest.mark.parametrize("half", ["\ud800", "a\udce9"])
+def test_half_of_a_surrogate_pair_is_refused_as_such(process, half):
+    tools = [{"type": "function", "function": {"name": "f", "description": half}}]
+    for make in (
+        lambda: process.text(half),
+        lambda: process.conversation([{"role": "user", "content": half}]),
+        lambda: process.conversation(HELLO, tools),
+    ):
+        with pytest.raises(ChatTemplateError, match="has half of a surrogate pair"):
+            make()
+
+
 def test_prompts_of_several_threads(folder, process):
     texts = [f"text number {number} " * 20 for number in range(24)]
     tokenizer = load_tokenizer(folder)
