@@ -8,6 +8,7 @@ the forward saw it in which transformers would compute the token. Steps carry it
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -92,8 +93,9 @@ class RopeLengths:
     def _forward(self, rotary: Any, x: torch.Tensor, position_ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """The rotary module's forward, once for the tokens of each length."""
         forward = partial(type(rotary).forward, rotary, x)
-        if self.lengths is None:
-            return forward(position_ids, *args, **kwargs)
+        if self.lengths is None:  # nothing to choose, which could not be traced
+            with torch.no_grad():
+                return inspect.unwrap(type(rotary).forward)(rotary, x, position_ids, *args, **kwargs)
         results: list[torch.Tensor] = []
         is_tuple = True
         for length in self.lengths.unique().tolist():
@@ -116,8 +118,9 @@ def _lengths(layout: StepLayout) -> Sequence[int]:
 
 @contextmanager
 def _state_kept(rotary: Any) -> Iterator[None]:
-    """Afterwards the module has forgotten how long the texts were: dynamic frequencies only grow otherwise."""
+    """Afterwards the module has the frequencies of short texts again. Those of dynamic scaling would only grow."""
     buffers = dict(rotary._buffers)
+    rotary._buffers.update({name: one.clone() for name, one in buffers.items() if one is not None})
     lengths = {name: value for name, value in vars(rotary).items() if name.endswith("max_seq_len_cached")}
     try:
         yield
