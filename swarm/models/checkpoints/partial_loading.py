@@ -36,11 +36,16 @@ _LOADING = threading.Lock()
 def resolve_dtype(requested: str | torch.dtype, config: PreTrainedConfig) -> torch.dtype:
     """The dtype to compute in: the requested one, or the checkpoint's own for "auto".
 
-    Raises `InvalidOption` if hidden states cannot have that dtype.
+    Raises `InvalidOption` if hidden states cannot have that dtype, or nothing says which one is the checkpoint's.
     """
     name = dtype_name(requested) if isinstance(requested, torch.dtype) else requested
     if name == "auto":
-        stored = getattr(config, "dtype", None) or torch.float32
+        stored = getattr(config, "dtype", None)
+        if stored is None:
+            raise InvalidOption(
+                "config.json names no dtype, and the weights, which would tell, cannot be read here: choose one of "
+                f"{', '.join(HIDDEN_DTYPES)} (--dtype, or dtype= in Python)"
+            )
         name = stored if isinstance(stored, str) else dtype_name(stored)
     if name not in HIDDEN_DTYPES:
         raise InvalidOption(f"dtype {name!r} is not one of auto, {', '.join(HIDDEN_DTYPES)}")
