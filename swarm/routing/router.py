@@ -134,7 +134,7 @@ class Router:
                     self._snapshot, span, replace(requirements, avoid=requirements.avoid - worth_a_try | avoid)
                 )
         except MissingBlocks as error:
-            raise MissingBlocks(error.blocks, self._explain_missing_blocks(error.blocks, now)) from None
+            raise self._missing(error.blocks, now) from None
 
     def alternative(
         self, current: Route, now: float, before: str | None, after: str | None, cache_tokens: int
@@ -189,7 +189,7 @@ class Router:
         try:
             return split_batch(self._snapshot, span, token_counts, rng, requirements)
         except MissingBlocks as error:
-            raise MissingBlocks(error.blocks, self._explain_missing_blocks(error.blocks, now)) from None
+            raise self._missing(error.blocks, now) from None
 
     def candidates_to_ping(self, span: Span, now: float, rng: random.Random, limit: int = PINGS_PER_ROUND) -> list[str]:
         """Ids of the peers to ping next, the most useful first.
@@ -232,9 +232,15 @@ class Router:
         allowed = self.allowed_servers is None or peer_id in self.allowed_servers
         return allowed and peer_id not in self.blocked_servers
 
-    def _explain_missing_blocks(self, blocks: Sequence[int], now: float) -> str:
-        """Why no server can be used for the blocks, for an error message."""
+    def _missing(self, blocks: Sequence[int], now: float) -> MissingBlocks:
+        """The error where no server can be used for these blocks."""
         holders = [server for server in self._announced if any(block in server.span for block in blocks)]
+        permitted = [server.peer_id for server in holders if self._is_permitted(server.peer_id)]
+        all_wrong = bool(permitted) and all(self.health.gave_wrong_answer(peer_id, now) for peer_id in permitted)
+        return MissingBlocks(blocks, self._explain_missing_blocks(holders, now), all_wrong)
+
+    def _explain_missing_blocks(self, holders: Sequence[ServerInfo], now: float) -> str:
+        """Why none of the servers that hold some blocks can be used, for an error message."""
         if holders:
             first = holders[:MAX_NAMED_SERVERS]
             reasons = [f"{server.short_id} {self._explain_exclusion(server.peer_id, now)}" for server in first]
