@@ -72,6 +72,8 @@ class Router:
         self._excluded: Mapping[str, str] = {}
         self._other_models: tuple[str, ...] = ()
         self._snapshot = SwarmSnapshot(())
+        self.unread = ""
+        """Why the announcements could not be read lately, for error messages."""
 
     @property
     def snapshot(self) -> SwarmSnapshot:
@@ -94,6 +96,7 @@ class Router:
         self._announced = tuple(servers)
         self._excluded = dict(excluded or {})
         self._other_models = tuple(other_models)
+        self.unread = ""
         permitted = tuple(server for server in self._announced if self._is_permitted(server.peer_id))
         self._snapshot = SwarmSnapshot(permitted, self._snapshot.round_trips)
 
@@ -257,7 +260,7 @@ class Router:
                 f"this swarm does not serve that model; it serves {named}{f' and {more} more' if more > 0 else ''}. "
                 "A model in a local folder goes by the folder's name"
             )
-        return "no online server announces them"
+        return self.unread or "no online server announces them"
 
     def _explain_exclusion(self, peer_id: str, now: float) -> str:
         """Why the server cannot be used now, as the end of a sentence."""

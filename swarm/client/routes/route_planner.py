@@ -156,6 +156,7 @@ class RoutePlanner:
         await asyncio.wait({task})
         if task.done() and not task.cancelled() and (error := task.exception()) is not None:
             logger.warning("reading the swarm's announcements failed: %r", error)
+            self.router.unread = f"reading the swarm's announcements failed: {error}"
 
     def report_failure(self, peer_id: str, error: Exception) -> None:
         """Keep the server out of routes for a while."""
