@@ -85,12 +85,25 @@ def load_partial_model(
     try:
         with _LOADING, quiet_transformers():
             model, report = cut_class.from_pretrained(
-                None, config=config, state_dict=dict(tensors), dtype=dtype, output_loading_info=True
+                None,
+                config=config,
+                state_dict=dict(tensors),
+                dtype=dtype,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # here, where the shapes can be told
             )
     except (RuntimeError, ValueError, KeyError) as error:
-        raise CheckpointError(f"the weights do not fit a {config.model_type} model: {error}") from error
+        reason = str(error)
+        if "above report" in reason:  # there is none
+            reason = "some tensors are missing that it combines, or have other shapes than config.json describes"
+        raise CheckpointError(f"the weights do not fit a {config.model_type} model: {reason}") from error
     except ImportError as error:  # a quantization format that needs a package of its own
         raise CheckpointError(f"this checkpoint cannot be loaded here: {error}") from error
+    for name, found, described in sorted(report["mismatched_keys"]):
+        raise CheckpointError(
+            f"{name} has the shape {list(found)} in the checkpoint, but config.json describes {list(described)}: they "
+            "are of different models, or one of the files is damaged; download the model again"
+        )
     names = sorted(name for name in report["missing_keys"] if not may_be_missing(name))
     if names:
         raise CheckpointError(f"the checkpoint lacks {len(names)} tensors that the model needs, such as {names[0]}")
