@@ -142,10 +142,14 @@ class MissingBlocks(SwarmError):
 
     Attributes:
         blocks: indices of the missing blocks, ascending.
+        all_wrong: whether servers hold them, but the latest answer of each could not be used.
     """
 
-    def __init__(self, blocks: Iterable[int], reason: str = "no server of the swarm holds them") -> None:
+    def __init__(
+        self, blocks: Iterable[int], reason: str = "no server of the swarm holds them", all_wrong: bool = False
+    ) -> None:
         self.blocks = tuple(blocks)
+        self.all_wrong = all_wrong
         super().__init__(
             f"blocks {format_blocks(self.blocks)} are missing: {reason}. "
             f"Start a server for them (swarm server --blocks {self.blocks[0]}:{self.blocks[-1] + 1}) or wait for one."

@@ -46,7 +46,13 @@ class PeerProcess:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            env={**os.environ, "PYTHONUNBUFFERED": "1", "SWARM_LOG_FORMAT": "plain", **(environment or {})},
+            env={
+                **os.environ,
+                "PYTHONUNBUFFERED": "1",
+                "SWARM_LOG_FORMAT": "plain",
+                "SWARM_INITIAL_PEERS": "",  # it is a swarm of its own
+                **(environment or {}),
+            },
             start_new_session=True,  # Ctrl-C reaches the parent only, which then ends its children in order
         )
         self._reader = threading.Thread(target=self._read, daemon=True)

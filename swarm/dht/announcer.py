@@ -17,7 +17,7 @@ from pathlib import Path
 from swarm.data_structures import ModelInfo, ServerInfo, ServerState
 from swarm.dht import model_records
 from swarm.dht.server_records import MAX_ADAPTERS, encode_announcement, model_key
-from swarm.errors import DhtError
+from swarm.errors import ClockDiffers, DhtError
 from swarm.transport.dht.hivemind_errors import raise_dht_errors
 from swarm.transport.dht.records import MAX_LIFETIME_S
 from swarm.transport.p2p import Peer
@@ -92,7 +92,8 @@ class Announcer:
                 if not await self.announce():
                     logger.warning("the announcement reached no peer of the DHT; trying again in %.0f s", self._period)
             except DhtError as error:
-                logger.warning("%s; trying again in %.0f s", error, self._period, exc_info=True)
+                is_unclear = not isinstance(error, ClockDiffers)
+                logger.warning("%s; trying again in %.0f s", error, self._period, exc_info=is_unclear)
             with suppress(TimeoutError):
                 async with asyncio.timeout(self._period):
                     await self._is_due.wait()

@@ -18,7 +18,7 @@ BAN_REASONS: Mapping[str, str] = {
     "reported a fault of its own": "fault",
     "has no room in its cache": "cache_full",
     "is closing or moving": "closing",
-    "may have given a wrong answer": "suspected",
+    "gave an answer with NaN or infinity, or caused one": "suspected",
 }
 """Labels for the reasons of `swarm.routing.peer_health.PeerFailure`, which this package must not import."""
 

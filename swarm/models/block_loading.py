@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from swarm.errors import CheckpointError
 from swarm.models.checkpoints.block_digest import block_digest
 from swarm.models.checkpoints.checkpoint import Checkpoint
 from swarm.models.checkpoints.partial_loading import load_partial_model
@@ -76,9 +77,15 @@ def fill_block(
         cut_layers.renumber_layers(kept)
         change(kept[0])
 
-    prefix = f"{checkpoint.structure.layers_path}.0."
+    layers = checkpoint.structure.layers_path
+    prefix = f"{layers}.0."
     named = {prefix + name: tensor for name, tensor in tensors.items()}
-    return load_partial_model(families.base_class(config), config, cut, named, dtype, converted=converted)
+    try:
+        return load_partial_model(families.base_class(config), config, cut, named, dtype, converted=converted)
+    except CheckpointError as error:  # it takes the block for the first one
+        raise CheckpointError(
+            f"block {block} cannot be loaded: {error}".replace(prefix, f"{layers}.{block}.")
+        ) from error
 
 
 def return_freed_memory() -> None:

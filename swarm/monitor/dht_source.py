@@ -47,11 +47,13 @@ class PollResult:
         found: the models, and their servers.
         absent: models asked for that no server announces.
         left_out: models that were not looked at.
+        others: names of models that were not asked for, if some that were are absent.
     """
 
     models: tuple[AnnouncedModel, ...]
     absent: tuple[str, ...] = ()
     left_out: int = 0
+    others: tuple[str, ...] = ()
 
 
 class SwarmSource(Protocol):
@@ -141,7 +143,8 @@ class DhtSource:
         except TimeoutError:
             raise PeerLost(f"the swarm did not answer within {POLL_TIMEOUT_S:g} s") from None
         self._empty = 0 if listed else self._empty + 1
-        return PollResult(tuple(map(AnnouncedModel, models, map(tuple, servers))), absent, left_out)
+        others = tuple(one.name for one in listed if absent and one not in models)[:MAX_MODELS]
+        return PollResult(tuple(map(AnnouncedModel, models, map(tuple, servers))), absent, left_out, others)
 
     async def round_trips(self, peer_ids: Iterable[str]) -> dict[str, float]:
         assert self._peer is not None

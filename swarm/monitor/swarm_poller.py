@@ -17,7 +17,7 @@ from swarm.errors import SwarmError
 from swarm.membership.invite import Invite
 from swarm.monitor.dht_source import DhtSource, PollResult, SwarmSource, peers_to_ping
 from swarm.monitor.history import SwarmHistory
-from swarm.monitor.swarm_view import VIEW_VERSION, SwarmView, build_model_view
+from swarm.monitor.swarm_view import VIEW_VERSION, SwarmView, build_model_view, shorten
 from swarm.transport.addresses import is_loopback
 
 logger = logging.getLogger(__name__)
@@ -209,4 +209,6 @@ def build_swarm_view(
     # Names that differ only in unprintable characters would look like one model; the one with better servers keeps it.
     shown = {model.name: model for model in reversed(models)}
     models = [model for model in models if shown[model.name] is model]
-    return SwarmView(VIEW_VERSION, now, period, "", tuple(models), result.absent, result.left_out)
+    return SwarmView(
+        VIEW_VERSION, now, period, "", tuple(models), result.absent, result.left_out, tuple(map(shorten, result.others))
+    )

@@ -161,6 +161,7 @@ class SwarmView:
         problem: why the view may be out of date; empty if it is not.
         absent: requested models that no server announces.
         left_out: number of announced models that were not read.
+        others: names of models that were not requested, if some that were are absent.
     """
 
     version: int
@@ -170,6 +171,7 @@ class SwarmView:
     models: tuple[ModelView, ...]
     absent: tuple[str, ...]
     left_out: int
+    others: tuple[str, ...] = ()
 
     @property
     def complete(self) -> bool:

@@ -23,7 +23,8 @@ def format_swarm(view: SwarmView, width: int = 100) -> str:
     if view.problem:
         parts.append(click.style(f"{view.problem}", fg="red"))
     parts += [_model(model, width) for model in view.models]
-    parts += [click.style(f"{name}: no server of this swarm serves it", fg="red") for name in view.absent]
+    there = f"; it serves {', '.join(view.others)}" if view.others else ""
+    parts += [click.style(f"{name}: no server of this swarm serves it{there}", fg="red") for name in view.absent]
     if view.left_out:
         parts.append(f"{view.left_out} more models are announced; give a model's name to see it")
     if not parts:

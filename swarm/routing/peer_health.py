@@ -36,7 +36,7 @@ class PeerFailure(enum.Enum):
     FAULT = "reported a fault of its own"
     CACHE_FULL = "has no room in its cache"
     CLOSING = "is closing or moving"
-    SUSPECTED = "may have given a wrong answer"
+    SUSPECTED = "gave an answer with NaN or infinity, or caused one"
 
     @property
     def ban_seconds(self) -> float:
@@ -150,6 +150,11 @@ class PeerHealth:
             for peer_id, record in self._records.items()
             if record.strikes and now < record.banned_until + FORGET_AFTER_S
         }
+
+    def gave_wrong_answer(self, peer_id: str, now: float) -> bool:
+        """Whether the peer is banned now, and for its last answer."""
+        wrong = (PeerFailure.WRONG_ANSWER, PeerFailure.SUSPECTED)
+        return self.is_banned(peer_id, now) and self.reasons(peer_id)[-1] in wrong
 
     def reasons(self, peer_id: str) -> tuple[PeerFailure, ...]:
         """The latest failures of the peer, oldest first."""

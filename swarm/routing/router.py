@@ -72,6 +72,8 @@ class Router:
         self._excluded: Mapping[str, str] = {}
         self._other_models: tuple[str, ...] = ()
         self._snapshot = SwarmSnapshot(())
+        self.unread = ""
+        """Why the announcements could not be read lately, for error messages."""
 
     @property
     def snapshot(self) -> SwarmSnapshot:
@@ -94,6 +96,7 @@ class Router:
         self._announced = tuple(servers)
         self._excluded = dict(excluded or {})
         self._other_models = tuple(other_models)
+        self.unread = ""
         permitted = tuple(server for server in self._announced if self._is_permitted(server.peer_id))
         self._snapshot = SwarmSnapshot(permitted, self._snapshot.round_trips)
 
@@ -134,7 +137,7 @@ class Router:
                     self._snapshot, span, replace(requirements, avoid=requirements.avoid - worth_a_try | avoid)
                 )
         except MissingBlocks as error:
-            raise MissingBlocks(error.blocks, self._explain_missing_blocks(error.blocks, now)) from None
+            raise self._missing(error.blocks, now) from None
 
     def alternative(
         self, current: Route, now: float, before: str | None, after: str | None, cache_tokens: int
@@ -189,7 +192,7 @@ class Router:
         try:
             return split_batch(self._snapshot, span, token_counts, rng, requirements)
         except MissingBlocks as error:
-            raise MissingBlocks(error.blocks, self._explain_missing_blocks(error.blocks, now)) from None
+            raise self._missing(error.blocks, now) from None
 
     def candidates_to_ping(self, span: Span, now: float, rng: random.Random, limit: int = PINGS_PER_ROUND) -> list[str]:
         """Ids of the peers to ping next, the most useful first.
@@ -232,9 +235,15 @@ class Router:
         allowed = self.allowed_servers is None or peer_id in self.allowed_servers
         return allowed and peer_id not in self.blocked_servers
 
-    def _explain_missing_blocks(self, blocks: Sequence[int], now: float) -> str:
-        """Why no server can be used for the blocks, for an error message."""
+    def _missing(self, blocks: Sequence[int], now: float) -> MissingBlocks:
+        """The error where no server can be used for these blocks."""
         holders = [server for server in self._announced if any(block in server.span for block in blocks)]
+        permitted = [server.peer_id for server in holders if self._is_permitted(server.peer_id)]
+        all_wrong = bool(permitted) and all(self.health.gave_wrong_answer(peer_id, now) for peer_id in permitted)
+        return MissingBlocks(blocks, self._explain_missing_blocks(holders, now), all_wrong)
+
+    def _explain_missing_blocks(self, holders: Sequence[ServerInfo], now: float) -> str:
+        """Why none of the servers that hold some blocks can be used, for an error message."""
         if holders:
             first = holders[:MAX_NAMED_SERVERS]
             reasons = [f"{server.short_id} {self._explain_exclusion(server.peer_id, now)}" for server in first]
@@ -251,7 +260,7 @@ class Router:
                 f"this swarm does not serve that model; it serves {named}{f' and {more} more' if more > 0 else ''}. "
                 "A model in a local folder goes by the folder's name"
             )
-        return "no online server announces them"
+        return self.unread or "no online server announces them"
 
     def _explain_exclusion(self, peer_id: str, now: float) -> str:
         """Why the server cannot be used now, as the end of a sentence."""

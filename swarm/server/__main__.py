@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
 from swarm.common import console
 from swarm.common.units import ByteSize
@@ -157,15 +158,22 @@ def main(**options: Any) -> None:
     Once clients can use the server, it prints a line that begins with "Ready:".
     """
     peers = console.split_addresses(options["initial_peers"])
+    source = click.get_current_context().get_parameter_source("initial_peers")
+    overridden = bool(peers) and options["new_swarm"] and source is ParameterSource.ENVIRONMENT
+    if overridden:
+        peers = ()
     if bool(peers) == options["new_swarm"]:
+        problem = "--initial-peers and --new-swarm contradict each other" if peers else "say which swarm to serve"
         raise InvalidOption(
-            "say which swarm to serve: --initial-peers ADDRESS... joins one "
+            f"{problem}: --initial-peers ADDRESS... joins one "
             f"({console.INITIAL_PEERS_VARIABLE} stands in for it), --new-swarm starts one"
         )
     config = _server_config(options, peers)
     from swarm.transport.p2p import quiet_hivemind
 
     console.configure_logging(options["log_format"])
+    if overridden:
+        logger.warning("Starting a new swarm: --new-swarm overrides %s", console.INITIAL_PEERS_VARIABLE)
     quiet_hivemind()
     _use_huge_pages()
 

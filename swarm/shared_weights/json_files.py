@@ -59,6 +59,8 @@ def offered_files(checkpoint: Checkpoint) -> dict[str, bytes]:
             f"{CHAT_TEMPLATE} of {checkpoint.source} cannot be shared with other peers: it has more than "
             f"{MAX_TEMPLATE_BYTES} bytes"
         )
+    if CONFIG in found:
+        found[CONFIG] = _with_dtype(found[CONFIG], checkpoint)
     if TOKENIZER_CONFIG in found:
         found[TOKENIZER_CONFIG] = _without_paths(found[TOKENIZER_CONFIG], template)
     for name, data in found.items():
@@ -107,6 +109,18 @@ def _code_fields(value: object) -> Iterator[str]:
     elif isinstance(value, list):
         for inner in value:
             yield from _code_fields(inner)
+
+
+def _with_dtype(data: bytes, checkpoint: Checkpoint) -> bytes:
+    """A config that names the checkpoint's dtype, which else follows from a file that a receiver may not have."""
+    try:
+        value = json.loads(data)
+    except (ValueError, RecursionError):
+        return data  # it is refused for that
+    dtype = getattr(checkpoint.config, "dtype", None)
+    if not isinstance(value, dict) or value.get("dtype") or value.get("torch_dtype") or dtype is None:
+        return data
+    return json.dumps({**value, "dtype": str(dtype).removeprefix("torch.")}, indent=2).encode() + b"\n"
 
 
 def _without_paths(data: bytes, template: bytes | None) -> bytes:

@@ -78,6 +78,8 @@ def test_a_server_that_lets_tokens_leave_is_marked():
 def test_nothing_and_trouble():
     assert shown().startswith("No models")
     assert "gone: no server of this swarm serves it" in click.unstyle(shown(absent=("gone",)))
+    absent = shown(absent=("gone",), others=("here", "too"))
+    assert "gone: no server of this swarm serves it; it serves here, too" in click.unstyle(absent)
     assert "3 more models are announced" in shown(found(1), left_out=3)
 
 

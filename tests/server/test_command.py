@@ -59,6 +59,13 @@ def leave(server: PeerProcess) -> float:
     return time.monotonic() - began
 
 
+def test_a_new_swarm_is_started_whatever_swarm_the_environment_names(folder: Path, start) -> None:
+    arguments = ("swarm.server", str(folder), "--blocks", "0:2", "--new-swarm", *LISTEN)
+    server = start(*arguments, SWARM_INITIAL_PEERS=NOBODY)
+    server.wait_for("--new-swarm overrides SWARM_INITIAL_PEERS")
+    server.address()
+
+
 def test_a_server_says_what_it_does_and_leaves_when_asked(folder: Path, start) -> None:
     began = time.monotonic()
     server = start("swarm.server", str(folder), "--blocks", "1:4", "--new-swarm", *LISTEN, "--name", "tester")
@@ -218,7 +225,7 @@ def _group_of(process: psutil.Process) -> int:
         (("{pickled}", "--new-swarm"), "has no safetensors weights"),
         *slow_except(
             [
-                (("{folder}", "--new-swarm", "--initial-peers", NOBODY), "--new-swarm starts one"),
+                (("{folder}", "--new-swarm", "--initial-peers", NOBODY), "contradict each other"),
                 (("{folder}", "--new-swarm", "--blocks", "3:3"), "START < END"),
                 (("{folder}", "--new-swarm", "--blocks", "7"), "the model has 6 blocks"),
                 (("{folder}", "--new-swarm", "--blocks", "some"), "use auto, START:END"),

@@ -11,7 +11,13 @@ import math
 import time
 from collections.abc import Sequence
 
-from swarm.client.routes.route_source import MIN_ROUTES_TRIED, MissingBlocksWait, RouteSource, is_worth_another_server
+from swarm.client.routes.route_source import (
+    MIN_ROUTES_TRIED,
+    MissingBlocksWait,
+    RouteSource,
+    is_worth_another_server,
+    not_finite,
+)
 from swarm.client.wire.reply_checks import describe_hop
 from swarm.data_structures import Hop, Span
 from swarm.errors import CacheFull, MissingBlocks, NotFiniteOutputs, RemoteError, SuspectOutputs
@@ -49,6 +55,8 @@ class Rerouter:
             RemoteError: `error`, if no other server would do better, or if enough servers were tried.
             MissingBlocks: no server offers the blocks.
         """
+        if isinstance(error, NotFiniteOutputs):
+            error = not_finite(hop)
         if not is_worth_another_server(error) or isinstance(error, NotFiniteOutputs):
             return await self._second_opinion(hop, error, span)
         peer_id = hop.server.peer_id

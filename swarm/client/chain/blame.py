@@ -12,6 +12,7 @@ pushes and whose id no other server knows, and send its copy there itself. Then 
     fits        not finite    any; the client's input   LIAR: no other server had a part in it
     fits        not finite    any; P's outputs          NONSENSE: A lies, or P's outputs are huge. Another server gets
                                                         the same input; if its answer is not finite either, P is left
+                                                        if another server can take its place
     differs     any           this client only          LIAR: A
     differs     any           P, at the same server     LIAR: the server lies either way
     differs     any           P, at another server      LINK: P or A lies. The two are no longer linked; A's session
@@ -49,7 +50,7 @@ class Verdict(enum.Enum):
     RIGHT = "right"
     LIAR = "the server that answered lies"
     LINK = "it or the one before lies about what was pushed"
-    NONSENSE = "it or the one before computes nonsense"
+    NONSENSE = "NaN or infinity, because of it or of the one before"
     AGAIN = "it has a new neighbor, so nothing is proven"
 
 

@@ -100,6 +100,7 @@ class Failover:
         contents: Callable[[range], CacheContents],
         *,
         is_doubted: bool = False,
+        reason: RemoteError | None = None,
     ) -> tuple[range, list[HopSession]]:
         """Repair `hops[index]` itself if possible; else open hops at other servers, not linked yet, for it and the
         successive hops at its server. Returns which hops are replaced, and by what.
@@ -107,6 +108,7 @@ class Failover:
         Args:
             contents: what the caches of such hops have to hold together.
             is_doubted: the server may be right, so the client leaves it without reporting it.
+            reason: what to raise instead of `MissingBlocks` if no other server can be right either.
 
         Raises `MissingBlocks`, or the `RemoteError` that every server would answer with.
         """
@@ -118,7 +120,8 @@ class Failover:
         await self.leave(hops, index, is_doubted)
         vacancy = vacancy_at(hops, index, contents)
         # If no other server has cache space either, say that, and not that blocks are missing.
-        reason = error if isinstance(error, CacheFull) or (is_doubted and isinstance(error, RemoteError)) else None
+        if isinstance(error, CacheFull) or (is_doubted and isinstance(error, RemoteError)):
+            reason = error
         avoid = frozenset({hops[index].peer_id}) if is_doubted else frozenset[str]()
         fresh = await self._opener.find(vacancy.span, vacancy.before, vacancy.after, vacancy.contents, reason, avoid)
         self.report_recovered(hops, vacancy.which, fresh, began)

@@ -12,10 +12,10 @@ from swarm.client.hops.hop_session import HopSession
 from swarm.client.hops.input_history import InputHistory
 from swarm.client.hops.session_constants import SessionContext
 from swarm.client.routes.events import Replayed
-from swarm.client.routes.route_source import MIN_ROUTES_TRIED, MissingBlocksWait, is_worth_another_server
+from swarm.client.routes.route_source import MIN_ROUTES_TRIED, MissingBlocksWait, is_worth_another_server, not_finite
 from swarm.client.wire.packed_hidden import PackedHidden
 from swarm.data_structures import Route, Span
-from swarm.errors import AdapterRefused, CacheFull, MissingBlocks, RemoteError
+from swarm.errors import AdapterRefused, CacheFull, MissingBlocks, NotFiniteOutputs, RemoteError
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,8 @@ class HopOpener:
                 if tries >= MIN_ROUTES_TRIED and wait.is_over:
                     raise last_error
             except MissingBlocks as missing:
-                if last_error is not None and not is_worth_another_server(last_error):
+                is_over = missing.all_wrong and isinstance(last_error, NotFiniteOutputs)
+                if last_error is not None and (is_over or not is_worth_another_server(last_error)):
                     self._refusers.clear()
                     raise last_error from None  # waiting makes no server larger, and no number smaller
                 if isinstance(last_error, CacheFull) and wait.is_over:
@@ -149,7 +150,7 @@ class HopOpener:
             self._refusers[hop.peer_id] = error
         else:
             self._routes.report_failure(hop.peer_id, error)
-        return error
+        return not_finite(hop.hop) if isinstance(error, NotFiniteOutputs) else error
 
     def _blame_refusers(self) -> None:
         for peer_id, error in self._refusers.items():

@@ -20,12 +20,12 @@ from swarm.client.chain.steps_under_way import StepsUnderWay
 from swarm.client.hops.hop_session import HopSession
 from swarm.client.hops.session_constants import SessionContext
 from swarm.client.routes.events import HopLost
-from swarm.client.routes.route_source import is_worth_another_server
+from swarm.client.routes.route_source import is_worth_another_server, not_finite
 from swarm.client.wire.packed_hidden import PackedHidden
 from swarm.client.wire.reply_checks import describe_hop
 from swarm.common.weak_callback import weak_callback
 from swarm.data_structures import HopTiming, Route
-from swarm.errors import PeerTimeout, ProtocolViolation, SuspectOutputs
+from swarm.errors import NotFiniteOutputs, PeerTimeout, ProtocolViolation, SuspectOutputs
 from swarm.transport.stream import MAX_COALESCED_BYTES
 
 logger = logging.getLogger(__name__)
@@ -73,6 +73,8 @@ class LinkedHops:
         """A server that refused a step as one that every server would refuse, and why. Another one is asked now."""
         self._nonsense: tuple[int, str] | None = None
         """A step from which a server made NaN, and that server. Another one is asked now."""
+        self._not_finite: NotFiniteOutputs | None = None
+        """Which server made NaN last, for the user, if nobody does better."""
 
     def __len__(self) -> int:
         return len(self._hops)
@@ -148,6 +150,7 @@ class LinkedHops:
     def on_settled(self) -> None:
         """The steps so far are answered. If one was refused before, then by a server that alone thinks so."""
         self.asking.allowance.on_answered()
+        self._not_finite = None
         if self._refuser is not None:
             self._context.routes.report_failure(*self._refuser)
             self._refuser = None
@@ -163,6 +166,8 @@ class LinkedHops:
         logger.warning("step %d at %s: %s", number, describe_hop(hop.hop), finding.verdict.value)
         hop.mislead(number, keeps_inputs=True)
         suspect: HopSession | None = None
+        if isinstance(finding.claim.error, NotFiniteOutputs):
+            self._not_finite = not_finite(hop.hop)
         match finding.verdict:
             case Verdict.LIAR:
                 why = finding.claim.error or "it computed something else than it was sent, as it says itself"
@@ -201,6 +206,8 @@ class LinkedHops:
         progress.on_departure_due()
         if await self._repair_by_standby(index, several):
             return
+        if await self._is_irreplaceable_suspect(index):
+            progress.take_error()  # so it begins again, and another server gets its outputs
         is_doubted = await self._is_doubted(index)
         error = None if progress.replaced or is_doubted else progress.error
         if error is not None and not is_worth_another_server(error):
@@ -327,9 +334,22 @@ class LinkedHops:
         hop = self._hops[index]
         if hop.misled and not isinstance(hop.progress.error, ProtocolViolation | SuspectOutputs):
             return await self._failover.begin_again(self._hops, index, lambda hops: self._contents(hops, refillable))
+        reason = self._not_finite if isinstance(hop.progress.error, ProtocolViolation | SuspectOutputs) else None
         return await self._failover.repair(
-            self._hops, index, lambda hops: self._contents(hops, refillable), is_doubted=is_doubted
+            self._hops,
+            index,
+            lambda hops: self._contents(hops, refillable),
+            is_doubted=is_doubted,
+            reason=reason,
         )
+
+    async def _is_irreplaceable_suspect(self, index: int) -> bool:
+        """Whether others made NaN of a server's outputs, and nobody can take its place."""
+        progress, peer_id = self._hops[index].progress, self._hops[index].peer_id
+        if not isinstance(progress.error, SuspectOutputs) or progress.replaced:
+            return False
+        is_source = self._nonsense is not None and self._nonsense[1] != peer_id
+        return is_source and not await self._failover.has_others(self._hops, index)
 
     async def _is_doubted(self, index: int) -> bool:
         """Whether a server refuses what, it says, every server would refuse, and another one can be asked."""

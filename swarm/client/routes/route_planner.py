@@ -18,7 +18,7 @@ from swarm.client.config import ClientConfig, ModelIdentity
 from swarm.client.local_blocks import describe_route
 from swarm.client.routes.events import EventListener, PeerAvoided, ignore_events
 from swarm.common.console import print_line
-from swarm.data_structures import Hop, Route, ServerInfo, Span
+from swarm.data_structures import Hop, Route, ServerInfo, ServerState, Span
 from swarm.dht.directory import fetch_models, fetch_servers
 from swarm.errors import (
     CacheFull,
@@ -157,6 +157,7 @@ class RoutePlanner:
         await asyncio.wait({task})
         if task.done() and not task.cancelled() and (error := task.exception()) is not None:
             logger.warning("reading the swarm's announcements failed: %r", error)
+            self.router.unread = f"reading the swarm's announcements failed: {error}"
 
     def report_failure(self, peer_id: str, error: Exception) -> None:
         """Keep the server out of routes for a while."""
@@ -225,7 +226,8 @@ class RoutePlanner:
         try:
             async with asyncio.timeout(REFRESH_TIMEOUT_S):
                 announced = await fetch_servers(self._peer.dht, model.name, model.blocks)
-                others = await self._other_models() if not announced else []
+                is_served = any(server.state is not ServerState.OFFLINE for server in announced)
+                others = await self._other_models() if not is_served else []
         except TimeoutError:
             raise DhtError(f"no answer within {REFRESH_TIMEOUT_S:.0f} s; the servers known before are used") from None
         digests = await asyncio.to_thread(model.pins.learn, announced) if model.pins is not None else None
@@ -237,12 +239,17 @@ class RoutePlanner:
             self._ping_task = asyncio.get_running_loop().create_task(self._ping_servers())
 
     async def _other_models(self) -> list[str]:
-        """Names of the models that the swarm serves, for a client whose model no server announces."""
+        """The models that the swarm serves, for a client whose model no server announces."""
         try:
             listed = await fetch_models(self._peer.dht)
         except DhtError:
             return []
-        return [sanitize_text(model.name) for model in listed if model.name != self._model.name]
+        own = self._model
+        named = [one for one in listed if (one.name, one.blocks) != (own.name, own.blocks)]
+        return [
+            sanitize_text(one.name) + (f" with {one.blocks} blocks, not {own.blocks}" if one.name == own.name else "")
+            for one in sorted(named, key=lambda one: one.name != own.name)
+        ]
 
     async def _ping_servers(self) -> None:
         candidates = self.router.candidates_to_ping(Span(0, self._model.blocks), time.monotonic(), self._random)

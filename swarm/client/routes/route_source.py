@@ -9,8 +9,9 @@ from collections.abc import Awaitable, Callable
 from typing import Protocol, TypeVar
 
 from swarm.client.routes.events import BlocksMissing, EventListener, ignore_events
+from swarm.common.dtypes import not_finite_help
 from swarm.data_structures import Hop, Route, Span
-from swarm.errors import AdapterRefused, MissingBlocks, TooLong, WrongDtype
+from swarm.errors import AdapterRefused, MissingBlocks, NotFiniteOutputs, TooLong, WrongDtype, sanitize_text
 from swarm.routing.router import Alternative
 
 logger = logging.getLogger(__name__)
@@ -110,6 +111,15 @@ class MissingBlocksWait:
             self._announced = True
         await asyncio.sleep(min(REFRESH_PERIOD_S, max(0.0, self._deadline - time.perf_counter())))
         await self._routes.refresh()
+
+
+def not_finite(hop: Hop) -> NotFiniteOutputs:
+    """What to tell the user of a server that made NaN or infinity of finite inputs."""
+    server, dtype = hop.server, sanitize_text(hop.server.compute_dtype)
+    return NotFiniteOutputs(
+        f"server {server.short_id} (blocks {hop.span}) computed NaN or infinity in {dtype} from finite inputs; "
+        f"{not_finite_help(dtype)}. No other server does better"
+    )
 
 
 def is_worth_another_server(error: Exception) -> bool:

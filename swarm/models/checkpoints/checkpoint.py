@@ -9,7 +9,8 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -21,10 +22,12 @@ from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, GenerationConfig, PreTrainedConfig
 
 from swarm.common.files.checked_json import fields, mapping, parse_json, text
-from swarm.errors import CheckpointError, HubUnreachable, InvalidSpan, ModelNotFound, UnsupportedModel
+from swarm.errors import CheckpointError, HubUnreachable, InvalidSpan, ModelNotFound, UnsupportedModel, UsageError
 from swarm.models.checkpoints import config_limits
 from swarm.models.checkpoints.block_digest import block_digest
+from swarm.models.checkpoints.hub_digests import HubFiles, read_hub_header
 from swarm.models.checkpoints.part_folder import PARTS_FILE, PartFolder, read_part_folder
+from swarm.models.checkpoints.safetensors_header import StoredTensor, read_header
 from swarm.models.cutting import families
 from swarm.models.cutting.model_inspection import ModelStructure, inspect_model
 
@@ -48,7 +51,7 @@ class Checkpoint:
         name: the model's name in the swarm: the hub id, or the folder's name.
         source: the local folder or the hub id.
         revision: what peers compare: the hub's commit, or for a folder a digest of its config and tensor index.
-        config: transformers config; copy it before changing it.
+        config: transformers config; copy it before changing it. Its dtype is the checkpoint's own.
         fetch: downloads one of the checkpoint's files if necessary, and returns its local path.
         cached: the local path of one of its files if it is on this machine, else None.
         parts: what says where tensors are, if these are parts of a model; None if the checkpoint's index does.
@@ -197,7 +200,7 @@ def open_checkpoint(
     cache_dir: str | Path | None = None,
     name: str | None = None,
 ) -> Checkpoint:
-    """Find a model and read its config; no weights are opened or downloaded.
+    """Find a model and read its config; no weights are read.
 
     Args:
         model: local folder or hub id; None for the demo model that comes with the package.
@@ -211,11 +214,41 @@ def open_checkpoint(
     """
     source = str(model if model is not None else DEMO_FOLDER)
     folder = Path(source).expanduser()
-    if folder.is_dir():
-        if revision is not None:
-            raise ModelNotFound(f"{source} is a local folder, which has no revision {revision!r}; leave --revision out")
-        return _open_folder(folder, name or ("swarm-demo" if model is None else None))
-    return _open_repository(source, revision, cache_dir, name or source)
+    if not folder.is_dir():
+        found = _open_repository(source, revision, cache_dir, name or source)
+    elif revision is not None:
+        raise ModelNotFound(f"{source} is a local folder, which has no revision {revision!r}; leave --revision out")
+    else:
+        found = _open_folder(folder, name or ("swarm-demo" if model is None else None))
+    if getattr(found.config, "dtype", None) is None:
+        with suppress(UsageError):  # whoever reads the weights says what is wrong with them
+            found.config.dtype = _stored_dtype(found)
+    return found
+
+
+def _stored_dtype(checkpoint: Checkpoint) -> torch.dtype | None:
+    """The dtype that transformers takes where config.json names none: the index's, or that of the first weight."""
+    files = {SINGLE_FILE} if checkpoint.parts is None else set(checkpoint.weight_map.values())
+    if checkpoint.parts is None:
+        with suppress(EntryNotFoundError):
+            path = checkpoint.fetch(INDEX_FILE)
+            files = set(checkpoint.weight_map.values())
+            metadata = json.loads(path.read_bytes()).get("metadata")
+            named = getattr(torch, str(metadata.get("dtype")), None) if isinstance(metadata, dict) else None
+            if isinstance(named, torch.dtype):
+                return named
+    header = _first_header(checkpoint, sorted(files))
+    dtypes = [getattr(torch, header[name].form.dtype.removeprefix("torch.")) for name in sorted(header)]
+    return next((one for one in dtypes if one.is_floating_point and one.itemsize > 1), None)
+
+
+def _first_header(checkpoint: Checkpoint, files: list[str]) -> Mapping[str, StoredTensor]:
+    """What the first file of weights holds, or else the first that is here. Of a file on the hub, no more is read."""
+    here = [path for path in map(checkpoint.cached, files) if path is not None]
+    if files and checkpoint.cached(files[0]) is None and not Path(checkpoint.source).is_dir():
+        with suppress(CheckpointError):  # the hub does not answer
+            return read_hub_header(HubFiles(checkpoint.source, checkpoint.revision), files[0])
+    return read_header(here[0]) if here else {}
 
 
 def _parse_weight_map(index: bytes) -> dict[str, str]:

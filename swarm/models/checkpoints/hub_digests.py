@@ -112,7 +112,7 @@ def hub_block_digests(
     """
     with ThreadPoolExecutor(READERS, thread_name_prefix="swarm-digests") as pool:
         needed = sorted({weight_map[name] for block in blocks for name in block})
-        headers = dict(zip(needed, pool.map(lambda file: _read_header(files, file), needed), strict=True))
+        headers = dict(zip(needed, pool.map(lambda file: read_hub_header(files, file), needed), strict=True))
         forms = [_block_forms(block, weight_map, headers) for block in blocks]
         ranges: set[tuple[str, int, int]] = set()
         for block in forms:
@@ -150,7 +150,8 @@ def _block_forms(
     return forms
 
 
-def _read_header(files: RangedFiles, file: str) -> Mapping[str, StoredTensor]:
+def read_hub_header(files: RangedFiles, file: str) -> Mapping[str, StoredTensor]:
+    """The tensors of one file. Raises `CheckpointError`."""
     try:
         data = files.read(file, 0, HEADER_GUESS_BYTES)
         length = header_length(data)

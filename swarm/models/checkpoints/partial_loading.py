@@ -36,11 +36,16 @@ _LOADING = threading.Lock()
 def resolve_dtype(requested: str | torch.dtype, config: PreTrainedConfig) -> torch.dtype:
     """The dtype to compute in: the requested one, or the checkpoint's own for "auto".
 
-    Raises `InvalidOption` if hidden states cannot have that dtype.
+    Raises `InvalidOption` if hidden states cannot have that dtype, or nothing says which one is the checkpoint's.
     """
     name = dtype_name(requested) if isinstance(requested, torch.dtype) else requested
     if name == "auto":
-        stored = getattr(config, "dtype", None) or torch.float32
+        stored = getattr(config, "dtype", None)
+        if stored is None:
+            raise InvalidOption(
+                "config.json names no dtype, and the weights, which would tell, cannot be read here: choose one of "
+                f"{', '.join(HIDDEN_DTYPES)} (--dtype, or dtype= in Python)"
+            )
         name = stored if isinstance(stored, str) else dtype_name(stored)
     if name not in HIDDEN_DTYPES:
         raise InvalidOption(f"dtype {name!r} is not one of auto, {', '.join(HIDDEN_DTYPES)}")
@@ -80,12 +85,25 @@ def load_partial_model(
     try:
         with _LOADING, quiet_transformers():
             model, report = cut_class.from_pretrained(
-                None, config=config, state_dict=dict(tensors), dtype=dtype, output_loading_info=True
+                None,
+                config=config,
+                state_dict=dict(tensors),
+                dtype=dtype,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # here, where the shapes can be told
             )
     except (RuntimeError, ValueError, KeyError) as error:
-        raise CheckpointError(f"the weights do not fit a {config.model_type} model: {error}") from error
+        reason = str(error)
+        if "above report" in reason:  # there is none
+            reason = "some tensors are missing that it combines, or have other shapes than config.json describes"
+        raise CheckpointError(f"the weights do not fit a {config.model_type} model: {reason}") from error
     except ImportError as error:  # a quantization format that needs a package of its own
         raise CheckpointError(f"this checkpoint cannot be loaded here: {error}") from error
+    for name, found, described in sorted(report["mismatched_keys"]):
+        raise CheckpointError(
+            f"{name} has the shape {list(found)} in the checkpoint, but config.json describes {list(described)}: they "
+            "are of different models, or one of the files is damaged; download the model again"
+        )
     names = sorted(name for name in report["missing_keys"] if not may_be_missing(name))
     if names:
         raise CheckpointError(f"the checkpoint lacks {len(names)} tensors that the model needs, such as {names[0]}")

@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import logging
 from collections.abc import Sequence
+from functools import partial
 
 import msgspec
 
@@ -17,11 +18,12 @@ from swarm.errors import CacheFull, RemoteError, ServerClosing, WrongPosition
 from swarm.metrics.server import ServerObserver
 from swarm.models.execution.span_pass import StepExits
 from swarm.protocol import messages
-from swarm.protocol.compression import payload_bytes
+from swarm.protocol.compression import is_finite, payload_bytes
 from swarm.protocol.input_checksum import input_checksum
 from swarm.server.compute import compute_request
 from swarm.server.compute.compute_request import Bytes, ComputeResult
 from swarm.server.compute.engine import Engine
+from swarm.server.compute.not_finite import warn_of_not_finite
 from swarm.server.sessions.pushing.step_merging import MergedSteps
 from swarm.server.sessions.request_validation import RequestValidator
 from swarm.server.sessions.session import KeptReply, Session, StepGivenUp
@@ -49,6 +51,7 @@ class SessionSteps:
         self._validator = validator
         self._observer = observer
         self._warn_once = WarnOnce(logger)
+        self._warned_of_nan = False
 
     async def run_step(
         self, session: Session, message: messages.StepRequest, payload: Bytes, *, asked_by_client: bool
@@ -219,9 +222,17 @@ class SessionSteps:
         computing = self._engine.submit(work)
         session.computing = range(number, number + 1) if number is not None else range(0), computing
         try:
-            return await computing
+            result = await computing
         finally:
             session.computing = None
+        if reply_format is not None and not (self._warned_of_nan or any(layout.starts) or session.cache.adapter):
+            values = layout.tokens * session.cache.model.hidden_size
+            size = len(result.payload)
+            if not await run_large(size, is_finite, result.payload, values, reply_format, _dtype(session)):
+                self._warned_of_nan = True
+                job = partial(warn_of_not_finite, session.cache.model, work.decode, layout)
+                self._engine.compute_thread.post(job)
+        return result
 
     async def _merge(self, session: Session, steps: Sequence[tuple[messages.StepRequest, Bytes]]) -> MergedSteps | None:
         """How these steps are computed as one; None if one of them may have to be refused, dropped, or wait for cache.

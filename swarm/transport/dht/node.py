@@ -159,9 +159,11 @@ class DhtNode:
             timeout_s: after this time, what was found is returned.
 
         Raises:
+            ClockDiffers: all that was found seems to be over, because this machine's clock is wrong.
             DhtError: this peer knows other nodes, and none of them answered, whichever key they were asked for.
         """
         keys = {key_bytes(name): name for name in names}
+        doubtful: list[PeerID] = []
         now = time.time()
         found = {key: self._remembered(key, now) for key in keys}
         for key in keys:
@@ -169,6 +171,8 @@ class DhtNode:
 
         async def ask(request: Request) -> dict[bytes, list[PeerID]]:
             answer = await self.protocol.call_find(request.peer, request.targets)
+            if answer.all_over:
+                doubtful.append(request.peer)
             for key, records in answer.records.items():
                 self._collect(found[key], records)
             return answer.neighbors
@@ -188,6 +192,8 @@ class DhtNode:
             self._remember(found)
         if failure is not None and not any_answered:
             raise failure
+        if doubtful and not any(found.values()):
+            await self._require_same_clock(doubtful)
         return {name: self._kept(found[key]) for key, name in keys.items()}
 
     async def store(
@@ -199,6 +205,7 @@ class DhtNode:
             records: name of the key, payload, and when it expires (Unix time).
 
         Raises:
+            ClockDiffers: no other node keeps any of them, because this machine's clock is wrong.
             DhtError: this peer keeps no records itself, and no node that it knows answered.
         """
         signed = [sign(name, payload, expires, self._identity.private_key) for name, payload, expires in records]
@@ -217,17 +224,31 @@ class DhtNode:
             for peer in near[:REPLICAS]:
                 wanted.setdefault(peer, []).append(number)
 
+        refusers: list[PeerID] = []
+
         async def store_at(peer: PeerID, numbers: list[int]) -> None:
             try:
                 stored = await self.protocol.call_store(peer, [signed[number] for number in numbers])
             except SwarmError as error:
                 logger.debug("…%s keeps no record: %s", str(peer)[-6:], error)
                 return
+            if not any(stored):
+                refusers.append(peer)
             for number, is_stored in zip(numbers, stored, strict=True):
                 kept[number] = kept[number] or is_stored
 
         await asyncio.gather(*(store_at(peer, numbers) for peer, numbers in wanted.items()))
+        if len(refusers) == len(wanted):
+            await self._require_same_clock(refusers)
         return kept
+
+    async def _require_same_clock(self, peers: Collection[PeerID]) -> None:
+        """Raise `ClockDiffers` if the clocks of all peers that answer differ from this machine's."""
+        pings = (self.protocol.call_ping(peer, validate=True) for peer in peers)
+        results = await asyncio.gather(*pings, return_exceptions=True)
+        answers = [result for result in results if result is not False]
+        if answers and all(isinstance(result, ClockDiffers) for result in answers):
+            raise ClockDiffers(f"records of the DHT seem old: {answers[0]}. Set this machine's clock")
 
     def _own_records(self, key: bytes, now: float) -> list[tuple[str, Record]]:
         verdicts = ((self.protocol.checker.check(record), record) for record in self.protocol.store.find(key, now))

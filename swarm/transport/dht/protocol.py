@@ -20,7 +20,6 @@ from hivemind.p2p import P2P, PeerID, ServicerBase
 from hivemind.p2p.p2p_daemon import P2PContext
 from hivemind.proto import dht_pb2
 
-from swarm.common.warn_once import WarnOnce
 from swarm.errors import ClockDiffers, ProtocolViolation, RequestRefused, SwarmError
 from swarm.protocol.messages import PROTOCOL_ID
 from swarm.transport.dht import messages
@@ -60,10 +59,12 @@ class Found:
     Attributes:
         records: key -> its records that may be believed, each with its owner.
         neighbors: key -> nodes that it names, not checked.
+        all_over: whether it has records, and all are over, or live too long.
     """
 
     records: dict[bytes, list[tuple[str, Record]]]
     neighbors: dict[bytes, list[PeerID]]
+    all_over: bool = False
 
 
 def _ignore(refusal: Refusal) -> None:
@@ -102,7 +103,6 @@ class DhtProtocol(ServicerBase):  # type: ignore[misc]
         self._budget = RequestBudget()
         self._checks = CheckBudget()
         self._standing = standing
-        self._warn_once = WarnOnce(logger)
         self._pinging_back: set[PeerID] = set()
         self._background: set[asyncio.Task[Any]] = set()
 
@@ -262,11 +262,11 @@ class DhtProtocol(ServicerBase):  # type: ignore[misc]
             for key, result in zip(keys, response.results, strict=True):
                 neighbors[key] = messages.neighbors_named(result)
                 found[key] = messages.records_found(key, result)
-            believed = await self._believed(found)
+            believed, all_over = await self._believed(found)
             self._heard_from(peer, response.peer)
-            return Found(believed, neighbors)
+            return Found(believed, neighbors, all_over)
 
-    async def _believed(self, found: dict[bytes, list[Record]]) -> dict[bytes, list[tuple[str, Record]]]:
+    async def _believed(self, found: dict[bytes, list[Record]]) -> tuple[dict[bytes, list[tuple[str, Record]]], bool]:
         believed: dict[bytes, list[tuple[str, Record]]] = {key: [] for key in found}
         refused: Counter[Refusal] = Counter()
         for number, (key, record) in enumerate((key, record) for key, records in found.items() for record in records):
@@ -280,9 +280,7 @@ class DhtProtocol(ServicerBase):  # type: ignore[misc]
                     raise ProtocolViolation(f"an answer of the DHT has invalid records: {verdict}")
             if number % CHECKED_AT_ONCE == CHECKED_AT_ONCE - 1:
                 await asyncio.sleep(0)
-        if refused[Refusal.LIFETIME] and not any(believed.values()):
-            self._warn_once("all records of a node of the DHT are over, or live too long: check this machine's clock")
-        return believed
+        return believed, refused[Refusal.LIFETIME] > 0 and not any(believed.values())
 
     # Whom this node knows.
 

@@ -9,10 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 from huggingface_hub.errors import LocalEntryNotFoundError
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
+from torch import nn
 
 from swarm.data_structures import Span
 from swarm.errors import CheckpointError, InvalidSpan, ModelNotFound, UnsupportedModel
+from swarm.models.blockless_model import load_blockless_model
 from swarm.models.checkpoints import checkpoint as checkpoint_module
 from swarm.models.checkpoints.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint, open_checkpoint
 from swarm.models.loading.span_loading import load_span
@@ -110,15 +112,30 @@ def test_the_index_names_a_tensor_that_its_shard_does_not_hold(sharded):
 
 def test_a_tensor_is_missing(sharded):
     change_index(sharded, lambda files: files.pop("model.layers.1.mlp.up_proj.weight"))
-    with pytest.raises(CheckpointError, match=r"lacks 1 tensors .* such as layers\.0\.mlp\.up_proj\.weight"):
+    with pytest.raises(CheckpointError, match=r"lacks 1 tensors .* such as layers\.1\.mlp\.up_proj\.weight"):
         load(sharded, 1, 2)
 
 
-def test_tensors_of_another_shape(single):
+def test_tensors_of_another_shape_are_named_with_both_shapes(single):
     config = json.loads((single / "config.json").read_text())
-    (single / "config.json").write_text(json.dumps({**config, "intermediate_size": 40}))
-    with pytest.raises(CheckpointError, match="do not fit"):
+    changed = {**config, "intermediate_size": 40, "vocab_size": 100}
+    (single / "config.json").write_text(json.dumps(changed))
+    checkpoint = open_checkpoint(single)
+    in_block = r"layers\.1\.mlp\.down_proj\.weight has the shape \[32, 48\] .* config\.json describes \[32, 40\]"
+    with pytest.raises(CheckpointError, match=f"block 1 cannot be loaded: {in_block}"):
         load(single, 1, 2)
+    at_client = r"^lm_head\.weight has the shape \[128, 32\] .* config\.json describes \[100, 32\]"
+    with pytest.raises(CheckpointError, match=at_client):
+        load_blockless_model(checkpoint, nn.Identity(), type("Mixin", (), {}), dtype=torch.float32)
+
+
+def test_experts_of_different_shapes_are_an_error_without_a_reference_to_a_report(tmp_path):
+    folder = zoo.make_checkpoint("mixtral", tmp_path / "mixtral")
+    tensors = load_file(folder / SINGLE_FILE)
+    name = next(name for name in tensors if "layers.1" in name and "experts.1" in name)
+    save_file({**tensors, name: tensors[name][:, :20].contiguous()}, folder / SINGLE_FILE)
+    with pytest.raises(CheckpointError, match=r"block 1 cannot be loaded: .* other shapes than config\.json describes"):
+        load(folder, 1, 2)
 
 
 def test_weights_quantized_in_a_way_that_needs_a_package_of_its_own(single):
