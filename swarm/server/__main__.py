@@ -159,9 +159,8 @@ def main(**options: Any) -> None:
     """
     peers = console.split_addresses(options["initial_peers"])
     source = click.get_current_context().get_parameter_source("initial_peers")
-    overridden = bool(peers) and options["new_swarm"] and source is ParameterSource.ENVIRONMENT
-    if overridden:
-        peers = ()
+    overridden = peers if options["new_swarm"] and source is ParameterSource.ENVIRONMENT else ()
+    peers = peers if not overridden else ()
     if bool(peers) == options["new_swarm"]:
         problem = "--initial-peers and --new-swarm contradict each other" if peers else "say which swarm to serve"
         raise InvalidOption(

@@ -13,7 +13,9 @@ from swarm.errors import MissingBlocks
 from swarm.server.config import ServerConfig
 from swarm.server.lifecycle import Server
 from swarm.transport.dht.records import RecordChecker
+from swarm.transport.members.dht_lock import DhtLock
 from tests import zoo
+from tests.members import TestAuthority
 from tests.swarms import run_client, run_swarm
 from tests.waiting import wait_until
 
@@ -23,7 +25,7 @@ unix_time = time.time
 def shift_clock(seconds: Callable[[], float]) -> None:
     """Shift what this process takes for the time."""
     time.time = lambda: unix_time() + seconds()
-    RecordChecker.__init__.__defaults__ = (time.time,)
+    RecordChecker.__init__.__defaults__ = DhtLock.__init__.__defaults__ = (time.time,)
 
 
 def with_clock(file: Path, config: ServerConfig) -> Server:
@@ -32,11 +34,12 @@ def with_clock(file: Path, config: ServerConfig) -> Server:
     return Server(config)
 
 
-@pytest.mark.parametrize("seconds", [-300, 900])
-def test_a_server_whose_clock_jumps_says_so_and_comes_back(tmp_path: Path, seconds: int) -> None:
+@pytest.mark.parametrize(("seconds", "is_private"), [(-300, False), (900, False), (-300, True)])
+def test_a_server_whose_clock_jumps_says_so_and_comes_back(tmp_path: Path, seconds: int, is_private: bool) -> None:
     folder, log, ahead = zoo.make_checkpoint("llama", tmp_path / "model"), tmp_path / "log", tmp_path / "ahead"
     ahead.write_text("0")
-    with run_swarm(folder, ["0:3"], update_period=1.0) as swarm:
+    invite = TestAuthority().invite() if is_private else None
+    with run_swarm(folder, ["0:3"], invite, update_period=1.0) as swarm:
         swarm.start("3:6", make=partial(with_clock, ahead), log=log, update_period=1.0).wait_ready()
         with run_client(swarm) as model:
             assert len(model.swarm.servers()) == 2
@@ -52,7 +55,8 @@ def test_a_client_whose_clock_jumps_is_told_so_and_goes_on_with_the_servers_it_k
 ) -> None:
     folder = zoo.make_checkpoint("llama", tmp_path / "model")
     monkeypatch.setattr(time, "time", unix_time)
-    monkeypatch.setattr(RecordChecker.__init__, "__defaults__", (unix_time,))
+    for kind in (RecordChecker, DhtLock):
+        monkeypatch.setattr(kind.__init__, "__defaults__", (unix_time,))
     ahead = 0.0
     shift_clock(lambda: ahead)
     with run_swarm(folder, ["0:6"]) as swarm, run_client(swarm, wait_for_blocks=0.0) as model:

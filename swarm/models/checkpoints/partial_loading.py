@@ -43,8 +43,7 @@ def resolve_dtype(requested: str | torch.dtype, config: PreTrainedConfig) -> tor
         stored = getattr(config, "dtype", None)
         if stored is None:
             raise InvalidOption(
-                "config.json names no dtype, and the weights, which would tell, cannot be read here: choose one of "
-                f"{', '.join(HIDDEN_DTYPES)} (--dtype, or dtype= in Python)"
+                "neither config.json nor weights that can be read here name a dtype: choose one (dtype)"
             )
         name = stored if isinstance(stored, str) else dtype_name(stored)
     if name not in HIDDEN_DTYPES:

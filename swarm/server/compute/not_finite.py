@@ -18,19 +18,10 @@ logger = logging.getLogger(__name__)
 
 
 def warn_of_not_finite(model: SpanModel, inputs: Callable[[], torch.Tensor], layout: StepLayout) -> None:
-    """Find the first block that makes NaN or infinity of the inputs of a session's first step, and write it to the log.
-
-    The blocks are computed once more, one by one, so this is for the compute thread, and for once.
-    """
-    found = result_or_error(_first_block, model, inputs, layout)
+    """Say which block makes NaN or infinity of the inputs of a session's first step: all are computed once more."""
+    found, dtype = result_or_error(_first_block, model, inputs, layout), dtype_name(model.dtype)
     culprit = f"Block {found}" if isinstance(found, int) else f"One of the blocks {model.span}"
-    dtype = dtype_name(model.dtype)
-    logger.warning(
-        "%s computed NaN or infinity in %s from finite inputs, so that texts through this server fail; %s",
-        culprit,
-        dtype,
-        not_finite_help(dtype),
-    )
+    logger.warning("%s computed NaN or infinity in %s from finite inputs; %s", culprit, dtype, not_finite_help(dtype))
 
 
 def _first_block(model: SpanModel, inputs: Callable[[], torch.Tensor], layout: StepLayout) -> int | None:

@@ -226,9 +226,8 @@ class SessionSteps:
         finally:
             session.computing = None
         if reply_format is not None and not (self._warned_of_nan or any(layout.starts) or session.cache.adapter):
-            values = layout.tokens * session.cache.model.hidden_size
-            size = len(result.payload)
-            if not await run_large(size, is_finite, result.payload, values, reply_format, _dtype(session)):
+            output, values = result.payload, layout.tokens * session.cache.model.hidden_size
+            if not await run_large(len(output), is_finite, output, values, reply_format, _dtype(session)):
                 self._warned_of_nan = True
                 job = partial(warn_of_not_finite, session.cache.model, work.decode, layout)
                 self._engine.compute_thread.post(job)

@@ -25,6 +25,7 @@ from swarm.transport.dht.routing_table import BUCKET_NODES, node_id_of
 from swarm.transport.dht.search import Request, Search
 from swarm.transport.dht.standing import Standing
 from swarm.transport.identity import Identity
+from swarm.transport.members.dht_lock import CLOCKS_DIFFER
 from swarm.transport.reach.address_book import AddressBook
 
 logger = logging.getLogger(__name__)
@@ -213,7 +214,7 @@ class DhtNode:
         try:
             holders = await self._nearest_nodes([_beside(record.key) for record in signed], timeout_s)
         except DhtError as error:
-            if self.protocol.is_client:
+            if self.protocol.is_client or isinstance(error, ClockDiffers):
                 raise
             logger.debug("stored here only: %s", error)
         kept = [False] * len(signed)
@@ -319,6 +320,7 @@ class DhtNode:
         known, table = self._known_nodes(keys), self.protocol.table
         search = Search(keys, known, breadth, self._own, lambda peer: table.is_silent(peer, time.monotonic()))
         running: dict[asyncio.Task[dict[bytes, list[PeerID]]], Request] = {}
+        failure: SwarmError | None = None
         deadline = time.monotonic() + timeout_s
         try:
             while (left_s := deadline - time.monotonic()) > 0:
@@ -328,7 +330,7 @@ class DhtNode:
                     break
                 done, _ = await asyncio.wait(running, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
                 for task in done:
-                    _take_answer(search, running.pop(task), task)
+                    failure = _take_answer(search, running.pop(task), task) or failure
         finally:
             for task in running:
                 task.cancel()
@@ -339,6 +341,8 @@ class DhtNode:
                 "known before is used, too"
             )
         if known and not search.any_answered:
+            if CLOCKS_DIFFER in str(failure):
+                raise ClockDiffers("members of this private swarm refuse old requests. Set this machine's clock")
             raise DhtError(
                 f"none of the {len(known)} known nodes of the DHT answered; check this machine's network and the "
                 "initial peers, and try again"
@@ -353,15 +357,17 @@ class DhtNode:
         return [peer for peer in known if not table.is_silent(peer, now)] or known
 
 
-def _take_answer(search: Search, request: Request, task: asyncio.Task[dict[bytes, list[PeerID]]]) -> None:
+def _take_answer(search: Search, request: Request, task: asyncio.Task[dict[bytes, list[PeerID]]]) -> SwarmError | None:
     error = task.exception()  # not raised here: it would keep the task, which keeps it
     if error is None:
         search.answered(request, task.result())
     elif isinstance(error, SwarmError):
         logger.debug("…%s did not answer: %s", str(request.peer)[-6:], error)
         search.failed(request)
+        return error
     else:
         raise error
+    return None
 
 
 def _beside(key: bytes) -> bytes:

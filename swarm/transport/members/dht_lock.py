@@ -24,6 +24,7 @@ from swarm.membership.signatures import Purpose
 MAX_AGE_S = 60.0
 """How old a request may be when it arrives, or how far the clocks may differ."""
 
+CLOCKS_DIFFER = "the clocks of two peers differ"
 Handler = Callable[[Any, P2PContext], Awaitable[Any]]
 Call = Callable[[], Awaitable[Any]]
 
@@ -80,9 +81,7 @@ class DhtLock:
         nonce, sent = bytes(auth.nonce), float(auth.time)
         self._require_proof(certificate, nonce, caller)
         if not abs(self._now() - sent) <= MAX_AGE_S:
-            raise MembershipNotProven(
-                f"a request is more than {MAX_AGE_S:.0f} s old, or the clocks of two peers differ"
-            )
+            raise MembershipNotProven(f"a request is more than {MAX_AGE_S:.0f} s old, or {CLOCKS_DIFFER}")
         request.ClearField("auth")
         statement = Statement(caller, called, certificate, (b"", nonce), _digest(request, sent))
         self._membership.verify(Purpose.REQUEST, statement, signature)
