@@ -43,7 +43,8 @@ def resolve_dtype(requested: str | torch.dtype, config: PreTrainedConfig) -> tor
         stored = getattr(config, "dtype", None)
         if stored is None:
             raise InvalidOption(
-                "neither config.json nor weights that can be read here name a dtype: choose one (dtype)"
+                "neither config.json nor the weights that can be read here say which dtype the checkpoint has; choose "
+                "float32, bfloat16 or float16 (--dtype, or dtype= in Python)"
             )
         name = stored if isinstance(stored, str) else dtype_name(stored)
     if name not in HIDDEN_DTYPES:
