@@ -326,17 +326,17 @@ class InferenceSession:
 
     def _grow(self, max_length: int) -> None:
         """Go on with a chain for longer sequences, which computes again what was computed. No step is under way."""
+        before, shorter = self._chain, self.max_length
         self.max_length = max_length
-        if self._chain is None or not self._chain.is_open:
+        if before is None or not before.is_open:
             return
-        before = self._chain
         self._chain = self._new_chain()
         try:
             self._connection.run(self._chain.open())
             self._connection.run(self._chain.steps(before.inputs()))
         except BaseException:
             self._close_chain()
-            self._chain = before
+            self._chain, self.max_length = before, shorter
             raise
         self._connection.run(before.close())
 
