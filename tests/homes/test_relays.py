@@ -24,9 +24,8 @@ class Relays:
         self.peers: dict[Host, PeerAt] = {}
         for host in hosts[1:]:
             self.peers[host] = homes.bootstrap(host, host_maddrs=EVERYWHERE, relay_limits=limits)
-        log = homes.log("server")
-        self.server = homes.server(homes.lab.home("a", 10).machine, "0:12", log).wait_ready()
-        wait_until(lambda: [len(relays) for relays in relays_said(log)[-1:]] == [len(self.peers)])
+        self.log = homes.log("server")
+        self.server = homes.server(homes.lab.home("a", 10).machine, "0:12", self.log).wait_ready()
         self.client = homes.client(homes.lab.host("away", 5))
 
     def in_use(self) -> Host:
@@ -41,6 +40,7 @@ class Relays:
 
 def test_the_relay_in_use_is_killed_and_then_the_bootstrap_peer(homes):
     relays = Relays(homes)
+    wait_until(lambda: [len(said) for said in relays_said(relays.log)[-1:]] == [len(relays.peers)])
     tokens = 400
     relays.client.begin(PROMPT[0].tolist(), tokens)
     relays.client.wait_for(60)

@@ -164,16 +164,18 @@ class DhtNode:
             DhtError: this peer knows other nodes, and none of them answered, whichever key they were asked for.
         """
         keys = {key_bytes(name): name for name in names}
-        doubtful: list[PeerID] = []
+        doubtful = False
+        answered: list[PeerID] = []
         now = time.time()
         found = {key: self._remembered(key, now) for key in keys}
         for key in keys:
             self._collect(found[key], self._own_records(key, now))
 
         async def ask(request: Request) -> dict[bytes, list[PeerID]]:
+            nonlocal doubtful
             answer = await self.protocol.call_find(request.peer, request.targets)
-            if answer.all_over:
-                doubtful.append(request.peer)
+            answered.append(request.peer)
+            doubtful = doubtful or answer.all_over
             for key, records in answer.records.items():
                 self._collect(found[key], records)
             return answer.neighbors
@@ -194,7 +196,7 @@ class DhtNode:
         if failure is not None and not any_answered:
             raise failure
         if doubtful and not any(found.values()):
-            await self._require_same_clock(doubtful)
+            await self._require_same_clock(answered[:FIND_BREADTH])
         return {name: self._kept(found[key]) for key, name in keys.items()}
 
     async def store(
@@ -244,8 +246,8 @@ class DhtNode:
         return kept
 
     async def _require_same_clock(self, peers: Collection[PeerID]) -> None:
-        """Raise `ClockDiffers` if the clocks of all peers that answer differ from this machine's."""
-        pings = (self.protocol.call_ping(peer, validate=True) for peer in peers)
+        """Raise `ClockDiffers` if the clock of every peer that answers differs from this machine's."""
+        pings = (self.protocol.call_ping(peer, validate=True, must_reach=False) for peer in peers)
         results = await asyncio.gather(*pings, return_exceptions=True)
         answers = [result for result in results if result is not False]
         if answers and all(isinstance(result, ClockDiffers) for result in answers):

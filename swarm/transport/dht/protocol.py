@@ -216,11 +216,12 @@ class DhtProtocol(ServicerBase):  # type: ignore[misc]
 
     # What this node asks others. Where the swarm is private, errors of membership come from here too.
 
-    async def call_ping(self, peer: PeerID, validate: bool = False) -> bool:
+    async def call_ping(self, peer: PeerID, validate: bool = False, must_reach: bool = True) -> bool:
         """Whether the peer answers as a node of the DHT.
 
         Args:
             validate: also compare clocks, and ask it whether it can reach this node.
+            must_reach: whether that it cannot reach this node is an error.
 
         Raises:
             ClockDiffers: it answers, but clocks differ, or it cannot reach this node.
@@ -236,7 +237,7 @@ class DhtProtocol(ServicerBase):  # type: ignore[misc]
             return False
         if validate:
             _require_same_clock(response.dht_time, asked_at, time.time())
-            if not self.is_client and not response.available:
+            if must_reach and not self.is_client and not response.available:
                 raise ClockDiffers(f"peer …{str(peer)[-6:]} cannot reach this node: a firewall may be in the way")
         self._heard_from(peer, response.peer)
         return bool(response.peer.node_id == node_id_of(peer))
