@@ -106,7 +106,7 @@ def test_a_terminal_that_lacks_characters_ends_no_text(swarm):
     assert (text[0], done.stderr) == ("[", "")
 
 
-def test_what_nobody_has_is_closed_at_the_servers(swarm):
+def test_dropped_sessions_are_closed_at_the_servers(swarm):
     with run_client(swarm) as model:
         session = model.inference_session(max_length=9)
         session.step(model.word_embeddings(PROMPT[:, :3]))
@@ -136,7 +136,7 @@ def test_a_closed_model_says_so(swarm):
 
 
 @pytest.mark.filterwarnings("ignore:Position ids are not supported")  # PEFT, of what transformers passes to it
-def test_nobody_is_limited_by_a_length_that_he_did_not_set(swarm, monkeypatch):
+def test_sessions_grow_where_the_caller_set_no_length(swarm, monkeypatch):
     monkeypatch.setattr(transformers_hooks, "DEFAULT_MAX_LENGTH", len(PROMPT[0]))
     local = AutoModelForCausalLM.from_pretrained(swarm.model, dtype=torch.float32)
     expected = local.generate(PROMPT, max_new_tokens=30, **GREEDY)

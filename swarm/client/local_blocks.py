@@ -156,12 +156,9 @@ class LocalBlocks:
         limit = self._model.positions
         if limit is None:
             return
-        offsets = layout.offsets or (0,) * layout.sequences
-        ends = [
-            start + offset + count for start, offset, count in zip(layout.starts, offsets, layout.counts, strict=True)
-        ]
-        if max(ends) > limit:
-            raise TooLong(f"row {ends.index(max(ends))} reaches position {max(ends)}; this model has {limit} positions")
+        end = max(layout.ends)
+        if end > limit:
+            raise TooLong(f"row {layout.ends.index(end)} reaches position {end}; this model has {limit} positions")
 
 
 class LocalSession:

@@ -373,7 +373,7 @@ class InferenceSession:
                 self._connection.run(chain.close())
 
     def __del__(self) -> None:
-        if self._chain is not None:  # nobody has closed it
+        if self._chain is not None:  # it was dropped without being closed
             self._connection.release(self._chain)
 
     def __enter__(self) -> InferenceSession:

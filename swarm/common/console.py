@@ -6,7 +6,6 @@ Exit code 2: the request cannot be carried out as given (one line says what to d
 from __future__ import annotations
 
 import functools
-import io
 import json
 import logging
 import math
@@ -322,8 +321,15 @@ class _JsonLineFormatter(logging.Formatter):
 def print_line(text: str) -> None:
     """Print a line by the way: where that fails, or the output lacks a character, what goes on does not end."""
     encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
-    with suppress(OSError, ValueError):  # nobody reads it any more, or it is closed
+    with suppress(OSError, ValueError):  # a broken pipe, or a closed stream
         print(text.encode(encoding, "replace").decode(encoding))
+
+
+def tolerate_missing_characters() -> None:
+    """From now on, characters that the standard streams cannot encode are replaced. For entry points only."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(AttributeError):  # a stream of another kind
+            stream.reconfigure(errors="replace")  # type: ignore[union-attr]
 
 
 def configure_logging(log_format: str = "plain") -> None:
@@ -335,9 +341,7 @@ def configure_logging(log_format: str = "plain") -> None:
             as `extra` under other names. It also covers Python's warnings and what other packages send to the root
             logger.
     """
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")
+    tolerate_missing_characters()
     handler = _RedactingHandler(sys.stdout)
     handler.setFormatter(logging.Formatter("%(message)s"))
     if log_format == "json":

@@ -17,6 +17,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
+from swarm.common.console import tolerate_missing_characters
+
 PROMPT = "> "
 CTRL_C = b"\x03"
 _SPECIAL_CHARACTERS = 6
@@ -35,9 +37,9 @@ class Terminal:
         self.interactive = sys.stdin.isatty() and sys.stdout.isatty()
         self._faint = self.interactive and "NO_COLOR" not in os.environ
         self._inside_line = False
-        for stream, errors in ((sys.stdin, "surrogateescape"), (sys.stdout, "replace"), (sys.stderr, "replace")):
-            with suppress(AttributeError):
-                stream.reconfigure(errors=errors)  # type: ignore[union-attr]
+        tolerate_missing_characters()
+        with suppress(AttributeError):
+            sys.stdin.reconfigure(errors="surrogateescape")  # type: ignore[union-attr]
 
     def lines(self) -> Iterator[str]:
         """The lines of the input."""

@@ -74,7 +74,7 @@ class LinkedHops:
         self._nonsense: tuple[int, str] | None = None
         """A step from which a server made NaN, and that server. Another one is asked now."""
         self._not_finite: NotFiniteOutputs | None = None
-        """Which server made NaN last, for the user, if nobody does better."""
+        """The last server that produced NaN or infinity: the error to raise if no other server does better."""
 
     def __len__(self) -> int:
         return len(self._hops)
@@ -344,7 +344,7 @@ class LinkedHops:
         )
 
     async def _is_irreplaceable_suspect(self, index: int) -> bool:
-        """Whether others made NaN of a server's outputs, and nobody can take its place."""
+        """Whether other servers got NaN from this one's outputs, and no server can replace it."""
         progress, peer_id = self._hops[index].progress, self._hops[index].peer_id
         if not isinstance(progress.error, SuspectOutputs) or progress.replaced:
             return False

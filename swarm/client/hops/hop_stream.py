@@ -18,7 +18,7 @@ CLOSE_TIMEOUT_S = 1.0
 
 
 _listeners: set[asyncio.Task[None]] = set()
-"""A task that nobody has is gone before its end. A session that nobody has closes its streams itself."""
+"""Strong references: asyncio keeps only weak ones. A session that is garbage-collected closes its streams itself."""
 
 
 class HopStream:

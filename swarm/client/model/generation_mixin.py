@@ -326,7 +326,7 @@ class DistributedGenerationMixin(ExitsMixin, DistributedModelMixin):
 
         The family itself looks at the length with padding.
         """
-        limit, past = rope_limit(self.config), cache.get_seq_length()  # type: ignore[attr-defined]
+        limit, past = cache.session.rope_limit, cache.get_seq_length()
         if limit is None or not 0 < past <= input_ids.shape[1]:
             return False
         real = mask if mask is not None else torch.ones_like(input_ids)

@@ -7,6 +7,7 @@ another answer than it asked for. Fields that are there for that have the type `
 from __future__ import annotations
 
 import re
+from functools import cache
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -235,6 +236,11 @@ def _require_some(request: GenerationRequest, *names: str) -> None:
             raise BadRequest(f"{name} may not be 0; use 1 or more, or -1 for as many as fit", param=name)
 
 
+@cache
+def _decoder(kind: type[Struct]) -> msgspec.json.Decoder[Any]:
+    return msgspec.json.Decoder(kind)
+
+
 def decode_request(kind: type[Struct], body: bytes, refused: RefusedFields | None = None) -> Any:
     """The body as a request of this kind. If there is a table for some other fields, all others are refused.
 
@@ -242,7 +248,7 @@ def decode_request(kind: type[Struct], body: bytes, refused: RefusedFields | Non
         BadRequest: it is not one.
     """
     try:
-        request = _decode_with_whole_numbers(msgspec.json.Decoder(kind), body)
+        request = _decode_with_whole_numbers(_decoder(kind), body)
         if refused is not None:
             refuse_fields(body, kind.__struct_fields__, refused)
         return request

@@ -126,6 +126,8 @@ def text_tokens(tokenizer: Any, text: str, add_special: bool = True) -> list[int
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise ChatTemplateError("the text has half of a surrogate pair, which is no character; remove it") from None
+        raise ChatTemplateError(
+            "the text has half of a surrogate pair, which is not a valid character; remove it"
+        ) from None
     tokens: list[int] = tokenizer(text, add_special_tokens=add_special)["input_ids"]
     return tokens

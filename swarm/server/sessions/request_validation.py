@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from swarm.common.large_payloads import run_large
@@ -84,7 +83,6 @@ class RequestValidator:
         for name, values in lists.items():
             if values is not None and len(values) != sequences:
                 raise WrongShape(f"a request of {sequences} sequences has {len(values)} {name}")
-        self._validate_positions(starts, message)
         layout = StepLayout(
             tuple(starts),
             tuple(message.counts),
@@ -92,6 +90,7 @@ class RequestValidator:
             tuple(message.offsets) if message.offsets is not None else None,
             tuple(rope_lengths) if rope_lengths is not None else None,
         )
+        self._validate_positions(layout)
         is_whole = isinstance(message, messages.ForwardRequest | messages.BackwardRequest)
         return replace(layout, rope_lengths=layout.ends) if is_whole else layout
 
@@ -172,14 +171,11 @@ class RequestValidator:
         if not 0 < tokens <= limit:
             raise TooLong(f"{tokens} tokens in one request; this server takes 1 to {limit}")
 
-    def _validate_positions(self, starts: Sequence[int], message: HiddenStatesRequest) -> None:
+    def _validate_positions(self, layout: StepLayout) -> None:
         """Raise `TooLong` for a position beyond a table of the model. The computation would fail; on a GPU, for all."""
         limit = self._model.positions
         if limit is None:
             return
-        offsets = message.offsets or [0] * len(message.counts)
-        for sequence, (start, count, offset) in enumerate(zip(starts, message.counts, offsets, strict=True)):
-            if start + offset + count > limit:
-                raise TooLong(
-                    f"sequence {sequence} reaches position {start + offset + count}; this model has {limit} positions"
-                )
+        for sequence, end in enumerate(layout.ends):
+            if end > limit:
+                raise TooLong(f"sequence {sequence} reaches position {end}; this model has {limit} positions")
