@@ -263,14 +263,13 @@ class StepLayout:
     sources: tuple[int, ...] | None = None
     offsets: tuple[int, ...] | None = None
     rope_lengths: tuple[int, ...] | None = None
+    sequences: int = field(init=False, repr=False, compare=False)
+    tokens: int = field(init=False, repr=False, compare=False)
 
-    @property
-    def sequences(self) -> int:
-        return len(self.counts)
-
-    @property
-    def tokens(self) -> int:
-        return sum(self.counts)
+    def __post_init__(self) -> None:
+        # Both are asked for dozens of times a step.
+        object.__setattr__(self, "sequences", len(self.counts))
+        object.__setattr__(self, "tokens", sum(self.counts))
 
     @property
     def ends(self) -> tuple[int, ...]:

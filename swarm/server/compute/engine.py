@@ -1,8 +1,9 @@
 """The loop around the scheduler: collects the requests of all sessions, has the scheduler choose, and computes,
 iteration after iteration, in the compute thread. An error in one request never reaches another.
 
-Blocks that take a millisecond or two (small models, few blocks) compute a lone step in the network loop, because two
-changes of thread would cost as much."""
+A request that waits alone is computed without asking the scheduler. Blocks that take a millisecond or two (small
+models, few blocks) compute it in the network loop, because two changes of thread would cost as much.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 from swarm.common.outcome import result_or_error
@@ -20,13 +22,10 @@ from swarm.errors import ServerClosing
 from swarm.metrics.server import ServerObserver
 from swarm.models.execution.gradients import compute_gradients
 from swarm.models.execution.session_cache import StepComputation, advance_steps
-from swarm.server.compute.batching_delay import BatchingDelay
+from swarm.server.compute.batching_delay import BatchingDelay, CpuContentionMeter
 from swarm.server.compute.compute_request import BackwardWork, ComputeResult, ForwardWork
 from swarm.server.compute.compute_thread import ComputeThread, call_in_loop, settle_future
-from swarm.server.compute.cpu_contention import CpuContentionMeter
-from swarm.server.compute.queue_meter import QueueMeter
-from swarm.server.compute.queued_request import QueuedRequest
-from swarm.server.compute.scheduler import MAX_SHORT_TOKENS, FairShares, next_batch
+from swarm.server.compute.scheduler import MAX_SHORT_TOKENS, FairShares, QueuedTokens, next_batch
 
 MAX_ITERATION_S = 0.2
 """How long an iteration should take at most, because a decode step may have to wait for the chunk of a prompt."""
@@ -40,10 +39,103 @@ BUSY_S = 0.25
 MIN_ITERATION_TOKENS, MAX_ITERATION_TOKENS = 64, 4096
 """Bounds of an iteration's size. Fewer tokens would make products inefficient; more would take memory for no gain."""
 
+BACKWARD_TOKEN_COST = 3
+"""Cost of a token in a backward, in forward tokens: the forward once more, and about two of them for the gradients."""
+
+WAIT_FADE_S = 10.0
+"""Seconds in which an observed waiting time loses all but 1/e of its weight."""
+
+MAX_REMEMBERED_WAITS = 10.0
+"""Weight, in requests, of all waiting times that are remembered, so that the estimate follows what comes next."""
+
 
 def token_budget(tokens_per_second: float) -> int:
     """Tokens of one iteration, for blocks that compute `tokens_per_second` in batches."""
     return int(min(MAX_ITERATION_TOKENS, max(MIN_ITERATION_TOKENS, tokens_per_second * MAX_ITERATION_S)))
+
+
+class QueueMeter:
+    """How long requests wait for their first token: a weighted mean, which fades to 0 while none come.
+
+    One thread may call `record_start` while another calls `expected_wait`.
+    """
+
+    def __init__(self) -> None:
+        self._sums = (0.0, 0.0, -math.inf)  # seconds waited and requests, weighted by their age; when that was
+
+    def record_start(self, waited: float, now: float) -> None:
+        """A request started at `now`, after it had waited for `waited` seconds."""
+        seconds, requests, before = self._sums
+        keep = math.exp(-max(0.0, now - before) / WAIT_FADE_S)
+        seconds, requests = seconds * keep + max(0.0, waited), requests * keep + 1
+        scale = min(1.0, MAX_REMEMBERED_WAITS / requests)
+        self._sums = (seconds * scale, requests * scale, max(before, now))
+
+    def expected_wait(self, now: float) -> float:
+        """Seconds that a request which arrives at `now` may expect to wait."""
+        seconds, requests, before = self._sums
+        keep = math.exp(-max(0.0, now - before) / WAIT_FADE_S)
+        return seconds * keep / max(requests * keep, 1.0)
+
+
+@dataclass(eq=False, slots=True)
+class QueuedRequest:
+    """A request that waits or is being computed.
+
+    Attributes:
+        number: smaller ones came earlier.
+        future: gets the result, in `loop`.
+        arrived_at: when it came.
+        served_at: when it was last part of an iteration; until then, when it came.
+        is_whole: it is computed in one piece, alone.
+        is_short: a decode step rather than a prompt.
+        computation: once it has started.
+        compute_seconds: time spent in the blocks so far.
+        is_awaited: someone waits for it since it came, although it was not urgent.
+    """
+
+    number: int
+    request: ForwardWork | BackwardWork
+    future: asyncio.Future[ComputeResult]
+    loop: asyncio.AbstractEventLoop
+    arrived_at: float
+    served_at: float
+    is_whole: bool
+    is_short: bool
+    computation: StepComputation | None = None
+    compute_seconds: float = 0.0
+    is_awaited: bool = False
+
+    @property
+    def is_urgent(self) -> bool:
+        """A client waits for it, or it has begun: it lets others go first only once."""
+        return self.request.urgent or self.is_awaited or self.computation is not None
+
+    @property
+    def tokens_left(self) -> int:
+        """Tokens to compute, or the number of tokens that cost as much."""
+        if self.computation is not None:
+            return self.computation.tokens_left
+        return self.request.layout.tokens * (BACKWARD_TOKEN_COST if self.is_whole else 1)
+
+    def for_scheduler(self, now: float, trained_at: float) -> QueuedTokens:
+        """What the scheduler needs to know, where `trained_at` is when any training was last served."""
+        request = self.request
+        return QueuedTokens(
+            number=self.number,
+            span=request.span,
+            peer=request.peer,
+            session=request.session,
+            tokens=self.tokens_left,
+            short=self.is_short,
+            whole=self.is_whole,
+            training=request.training,
+            idle=now - (max(self.served_at, trained_at) if request.training else self.served_at),
+            waited=now - self.served_at,
+            urgent=self.is_urgent,
+            joins_parts=request.joins_parts,
+            token_cost=request.token_cost,
+        )
 
 
 class Engine:
@@ -70,8 +162,8 @@ class Engine:
     ) -> None:
         self.compute_thread = compute_thread
         self._inline = inline
-        self._on_iteration = on_iteration or _ignore
-        self._on_served = on_served or _ignore
+        self._on_iteration = on_iteration
+        self._on_served = on_served
         self.budget = budget
         self._observer = observer or ServerObserver()
         self._arrived: deque[QueuedRequest] = deque()
@@ -104,9 +196,11 @@ class Engine:
         return await self.submit(request)
 
     def submit(self, request: ForwardWork | BackwardWork) -> asyncio.Future[ComputeResult]:
-        """What `compute` waits for. A request whose future is settled by another hand is dropped, or its result is."""
+        """What `compute` waits for. If the caller settles the future itself, the request, or its result, is dropped."""
         loop, now = asyncio.get_running_loop(), time.monotonic()
-        queued = QueuedRequest(next(self._numbers), request, loop.create_future(), loop, now, now)
+        is_whole = isinstance(request, BackwardWork)
+        is_short = not is_whole and max(request.layout.counts) <= MAX_SHORT_TOKENS
+        queued = QueuedRequest(next(self._numbers), request, loop.create_future(), loop, now, now, is_whole, is_short)
         self._submitted_at = now
         with self._lock:
             self._arrived.append(queued)
@@ -128,10 +222,11 @@ class Engine:
 
     def _on_settled(self, queued: QueuedRequest, future: asyncio.Future[ComputeResult]) -> None:
         if not future.cancelled() and future.exception() is None:
-            self._on_served(queued.request.peer, queued.request.layout.tokens)
+            if self._on_served is not None:
+                self._on_served(queued.request.peer, queued.request.layout.tokens)
             return self._observer.request_finished(queued.request.kind, time.monotonic() - queued.arrived_at)
         with self._lock:
-            if queued in self._arrived:  # settled by another hand; the iteration that runs may take long
+            if queued in self._arrived:  # its caller gave it up; the iteration that runs may take long
                 self._arrived.remove(queued)
                 self._record_answers([queued])
             self._lock.notify()
@@ -165,34 +260,58 @@ class Engine:
 
     def _iterate(self) -> None:
         """Compute one iteration, and post the next one if requests are left."""
-        self._enqueue_arrived()
-        results = result_or_error(self._compute_next_batch, time.monotonic())
-        if isinstance(
-            results, BaseException
-        ):  # a fault of the engine itself: unanswered, the peers would wait for ever
-            return self._fail_all(results)
-        self._remove_requests([queued for queued, _ in results])
-        _deliver_results(results)
         with self._lock:
+            for queued in self._arrived:
+                self._queue[queued.number] = queued
+            self._arrived.clear()
+            self._remove([queued for queued in self._queue.values() if queued.future.done()])
+        results = result_or_error(self._compute_next_batch, time.monotonic())
+        if isinstance(results, BaseException):  # a fault of the engine itself: without an answer, peers wait for ever
+            return self._fail_all(results)
+        with self._lock:
+            self._remove([queued for queued, _ in results])
             self._running = running = bool(self._queue or self._arrived)
+        _deliver_results(results)
         if running:
             self._post_iteration()
 
     def _compute_next_batch(self, now: float) -> list[_Result]:
         """Compute the next batch. Returns the results of the requests that are finished or have failed."""
-        waiting = [queued.for_scheduler(now, self._trained_at) for queued in self._queue.values()]
-        batch = next_batch(waiting, self._shares, self.budget)
-        self._shares.charge_batch(waiting, batch)
-        chosen = [(self._queue[part.number], part.tokens) for part in batch]
-        if any(queued.request.training for queued, _ in chosen):
-            self._trained_at = now
+        chosen = self._choose(now)
         if chosen and chosen[0][0].is_whole:
             return [(queued, result_or_error(self._compute_backward, queued, now)) for queued, _ in chosen]
-        results = self._start_computations([queued for queued, _ in chosen], now)
-        results += self._advance([(queued, tokens) for queued, tokens in chosen if queued.computation is not None], now)
-        finished = [one for one, _ in chosen if one.computation is not None and not one.computation.tokens_left]
-        results += [(queued, result_or_error(_finish_computation, queued)) for queued in finished]
+        results: list[_Result] = []
+        begun = []
+        for queued, tokens in chosen:
+            if queued.computation is None:
+                self._record_start(queued, now)
+                started = result_or_error(_start_computation, queued)
+                if isinstance(started, BaseException):
+                    results.append((queued, started))
+                    continue
+                queued.computation = started
+            begun.append((queued, tokens))
+        if begun:
+            results += self._advance(begun, now)
+        for queued, _ in begun:
+            if queued.computation is not None and not queued.computation.tokens_left:
+                results.append((queued, result_or_error(_finish_computation, queued)))
         return results
+
+    def _choose(self, now: float) -> list[tuple[QueuedRequest, int]]:
+        """The requests of the next iteration, and how many tokens of each."""
+        if len(self._queue) == 1:
+            (alone,) = self._queue.values()
+            chosen = [(alone, alone.tokens_left if alone.is_whole else min(alone.tokens_left, self.budget))]
+        else:
+            waiting = [queued.for_scheduler(now, self._trained_at) for queued in self._queue.values()]
+            batch = next_batch(waiting, self._shares, self.budget)
+            self._shares.charge_batch(waiting, batch)
+            chosen = [(self._queue[part.number], part.tokens) for part in batch]
+        for queued, _ in chosen:
+            if queued.request.training:
+                self._trained_at = now
+        return chosen
 
     def _wait_for_sessions(self) -> None:
         """Wait for sessions that are about to come back, unless there is a prompt to compute meanwhile."""
@@ -224,37 +343,19 @@ class Engine:
         """The requests that are still wanted. The caller holds the lock."""
         return [queued for queued in (*self._queue.values(), *self._arrived) if not queued.future.done()]
 
-    def _enqueue_arrived(self) -> None:
-        """Take the requests that have arrived into the queue, and drop those that were settled by another hand."""
-        with self._lock:
-            self._queue.update((queued.number, queued) for queued in self._arrived)
-            self._arrived.clear()
-        self._remove_requests([queued for queued in self._queue.values() if queued.future.done()])
-
-    def _remove_requests(self, finished: Sequence[QueuedRequest]) -> None:
-        with self._lock:
+    def _remove(self, finished: Sequence[QueuedRequest]) -> None:
+        """Take requests out of the queue. The caller holds the lock."""
+        if finished:
             for queued in finished:
                 del self._queue[queued.number]
             self._record_answers(finished)
 
     def _record_answers(self, finished: Sequence[QueuedRequest]) -> None:
         """Note that sessions are away, unless another request of theirs waits already. The caller holds the lock."""
-        waiting = {queued.request.session for queued in self._waiting()}
-        for session in {queued.request.session for queued in finished} - waiting:
+        waiting = {queued.request.session for queued in self._waiting()} if self._queue or self._arrived else ()
+        answered = {queued.request.session for queued in finished}
+        for session in answered.difference(waiting):
             self._batching_delay.on_answer(session, time.monotonic())
-
-    def _start_computations(self, chosen: Sequence[QueuedRequest], now: float) -> list[_Result]:
-        """Start the requests that have not been started. Returns the errors of those that cannot be."""
-        failed: list[_Result] = []
-        for queued in chosen:
-            if queued.computation is None:
-                self._record_start(queued, now)
-                started = result_or_error(_start_computation, queued)
-                if isinstance(started, BaseException):
-                    failed.append((queued, started))
-                else:
-                    queued.computation = started
-        return failed
 
     def _record_start(self, queued: QueuedRequest, now: float) -> None:
         self._meter.record_start(now - queued.arrived_at, now)
@@ -268,34 +369,33 @@ class Engine:
         began = time.perf_counter()
         found = compute_gradients(request.model, inputs, gradients, request.layout, request.adapter)
         seconds = time.perf_counter() - began
-        self._observer.iteration_finished([queued.for_observer(request.layout.tokens)], seconds)
+        self._observer.iteration_finished([(request.kind, request.layout.sequences, request.layout.tokens)], seconds)
         return ComputeResult(request.encode(found), seconds * 1e3)
 
     def _advance(self, chosen: Sequence[tuple[QueuedRequest, int]], now: float) -> list[_Result]:
         """Compute tokens of several requests together. If that fails, compute each half alone, down to the culprits."""
-        if not chosen:
-            return []
         began = time.perf_counter()
         error = result_or_error(_advance_together, chosen)
         if error is not None and len(chosen) > 1:
             middle = len(chosen) // 2
             return self._advance(chosen[:middle], now) + self._advance(chosen[middle:], now)
         seconds = time.perf_counter() - began
-        if error is None:
-            self._observer.iteration_finished([queued.for_observer(tokens) for queued, tokens in chosen], seconds)
-            sequences = sum(queued.request.layout.sequences for queued, _ in chosen)
-            self._on_iteration(sequences, sum(tokens for _, tokens in chosen), seconds)
-            if all(queued.is_short for queued, _ in chosen):
-                self._batching_delay.on_iteration(seconds)
-        for queued, _ in chosen:
+        computed, short = [], True
+        for queued, tokens in chosen:
             queued.compute_seconds += seconds
             queued.served_at = now
-            if error is not None:
+            short = short and queued.is_short
+            computed.append((queued.request.kind, queued.request.layout.sequences, tokens))
+        if error is not None:
+            for queued, _ in chosen:
                 queued.computation = None
-        return [(queued, error) for queued, _ in chosen] if error is not None else []
-
-
-def _ignore(*counts: object) -> None: ...
+            return [(queued, error) for queued, _ in chosen]
+        self._observer.iteration_finished(computed, seconds)
+        if self._on_iteration is not None:
+            self._on_iteration(sum(one[1] for one in computed), sum(one[2] for one in computed), seconds)
+        if short:
+            self._batching_delay.on_iteration(seconds)
+        return []
 
 
 _Result = tuple[QueuedRequest, ComputeResult | BaseException]
@@ -308,8 +408,11 @@ def _start_computation(queued: QueuedRequest) -> StepComputation:
 
 
 def _advance_together(chosen: Sequence[tuple[QueuedRequest, int]]) -> None:
-    parts = [(queued.computation, tokens) for queued, tokens in chosen if queued.computation is not None]
-    advance_steps([(computation, min(tokens, computation.tokens_left)) for computation, tokens in parts])
+    parts = []
+    for queued, tokens in chosen:
+        if (computation := queued.computation) is not None:
+            parts.append((computation, min(tokens, computation.tokens_left)))
+    advance_steps(parts)
 
 
 def _finish_computation(queued: QueuedRequest) -> ComputeResult:
@@ -324,10 +427,13 @@ def _finish_computation(queued: QueuedRequest) -> ComputeResult:
 
 def _deliver_results(results: Sequence[_Result]) -> None:
     """Hand results to the loops that wait for them, with one wake-up for each loop."""
-    for loop in {queued.loop for queued, _ in results}:
-        call_in_loop(loop, _settle_all, [(queued.future, result) for queued, result in results if queued.loop is loop])
+    by_loop: dict[asyncio.AbstractEventLoop, list[_Result]] = {}
+    for queued, result in results:
+        by_loop.setdefault(queued.loop, []).append((queued, result))
+    for loop, answers in by_loop.items():
+        call_in_loop(loop, _settle_all, answers)
 
 
-def _settle_all(results: Sequence[tuple[asyncio.Future[ComputeResult], ComputeResult | BaseException]]) -> None:
-    for future, result in results:
-        settle_future(future, result)
+def _settle_all(results: Sequence[_Result]) -> None:
+    for queued, result in results:
+        settle_future(queued.future, result)

@@ -3,8 +3,8 @@
 Every iteration merges tokens of many requests into one forward. The rules:
 
 - The request that has waited longest decides which blocks the iteration computes. Those that need the same blocks, or
-  some of them if one pass can serve both, go with it: each joins it in front of its first block. All get their outputs
-  when the pass ends. So a pass is made longer, for requests whose blocks overlap, only if no client waits for any.
+  some of them if one pass can serve both, go with it: each joins it in front of its first block, and all get their
+  outputs when the pass ends.
 - Inference goes before training, which still gets an iteration now and then.
 - Short requests (decoding: a few tokens for each sequence) go into every iteration. Long ones (prompts) are cut into
   chunks, which take what is left of the token budget, and at least a share of it.
@@ -152,7 +152,7 @@ def next_batch(waiting: Sequence[QueuedTokens], shares: FairShares, budget: int)
     yielding = _yielding(candidates)
     first = [request for request in candidates if request.number not in yielding]
     oldest = max(first, key=lambda request: (_effective_age(request), -request.number))
-    together = _in_one_pass(oldest, candidates)
+    together = [one for one in candidates if may_share_pass(oldest.span, oldest.joins_parts, one.span, one.joins_parts)]
     queue = sorted(together, key=lambda request: (request.number in yielding, _sort_key(request, shares)))
     if queue[0].whole:
         return [TokenSlice(queue[0].number, queue[0].tokens)]
@@ -169,35 +169,9 @@ def next_batch(waiting: Sequence[QueuedTokens], shares: FairShares, budget: int)
     return batch + _fill_budget(last, min(tokens // TOKENS_PER_YIELDING, budget - tokens))
 
 
-def may_share_pass(span: Span, joins_parts: bool, other: Span, other_joins: bool, widens: bool) -> bool:
-    """Whether a request for the blocks `other` may go into a pass over `span`.
-
-    Args:
-        joins_parts, other_joins: see `QueuedTokens`.
-        widens: whether the pass may be made longer for it.
-    """
-    if span == other:
-        return True
-    if not (joins_parts and other_joins):
-        return False
-    if widens:
-        return other.start < span.end and span.start < other.end
-    return span.start <= other.start and other.end <= span.end
-
-
-def _in_one_pass(oldest: QueuedTokens, candidates: Sequence[QueuedTokens]) -> list[QueuedTokens]:
-    """The candidates that one pass can serve with the oldest. It is made longer only if none of them is urgent."""
-    reach, before = oldest.span, None
-    while reach != before and not any(one.urgent for one in candidates):
-        before = reach
-        for one in candidates:
-            if may_share_pass(reach, oldest.joins_parts, one.span, one.joins_parts, widens=True):
-                reach = Span(min(reach.start, one.span.start), max(reach.end, one.span.end))
-    return [
-        one
-        for one in candidates
-        if one.span == oldest.span or may_share_pass(reach, oldest.joins_parts, one.span, one.joins_parts, widens=False)
-    ]
+def may_share_pass(span: Span, joins_parts: bool, other: Span, other_joins: bool) -> bool:
+    """Whether a request for the blocks `other` may go into a pass over `span`; for `joins_parts` see `QueuedTokens`."""
+    return span == other or (joins_parts and other_joins and span.start <= other.start and other.end <= span.end)
 
 
 def _yielding(candidates: Sequence[QueuedTokens]) -> set[int]:

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from swarm.data_structures import Span, StepLayout
 from swarm.errors import ServerClosing, WrongPosition
@@ -21,7 +23,15 @@ from swarm.server.compute import scheduler
 from swarm.server.compute.batching_delay import BatchingDelay
 from swarm.server.compute.compute_request import ComputeResult, ForwardWork
 from swarm.server.compute.compute_thread import ComputeThread
-from swarm.server.compute.engine import MAX_ITERATION_TOKENS, MIN_ITERATION_TOKENS, Engine, token_budget
+from swarm.server.compute.engine import (
+    MAX_ITERATION_TOKENS,
+    MAX_REMEMBERED_WAITS,
+    MIN_ITERATION_TOKENS,
+    WAIT_FADE_S,
+    Engine,
+    QueueMeter,
+    token_budget,
+)
 from tests.models.execution.test_session_cache import HIDDEN, load
 
 SOON = 60.0
@@ -279,7 +289,7 @@ def test_a_step_that_someone_waits_for_after_all_goes_with_the_urgent_ones(llama
     run(scenario)
 
 
-def test_a_request_that_is_settled_by_another_hand_is_dropped(llama, monkeypatch):
+def test_a_request_that_is_settled_by_its_caller_is_dropped(llama, monkeypatch):
     async def scenario(engine):
         gone, good = Session(engine, llama, 1), Session(engine, llama, 2)
         await gone.step(3)
@@ -296,7 +306,7 @@ def test_a_request_that_is_settled_by_another_hand_is_dropped(llama, monkeypatch
     run(scenario)
 
 
-def test_requests_that_are_settled_by_another_hand_do_not_pile_up(llama):
+def test_requests_that_are_settled_by_its_caller_do_not_pile_up(llama):
     """Whatever is sent and given up meanwhile, an iteration that takes long keeps none of it in memory."""
 
     async def scenario(engine):
@@ -784,3 +794,34 @@ def test_time_in_the_blocks_is_told(llama):
 def test_the_budget_fits_the_blocks(rate):
     assert MIN_ITERATION_TOKENS <= token_budget(rate) <= MAX_ITERATION_TOKENS
     assert token_budget(2 * rate) >= token_budget(rate)
+
+
+@pytest.mark.parametrize("interval", [0.0, 0.001, 1.0, WAIT_FADE_S / 2])
+def test_a_steady_queue_is_seen_as_it_is(interval):
+    meter = QueueMeter()
+    now = 0.0
+    for _ in range(100):
+        now += interval
+        meter.record_start(0.25, now)
+    assert meter.expected_wait(now) == pytest.approx(0.25)
+
+
+@pytest.mark.parametrize("jobs", [1, 100_000])
+def test_it_fades_when_nothing_comes_whatever_came_before(jobs):
+    meter = QueueMeter()
+    for _ in range(jobs):
+        meter.record_start(5.0, 0.0)
+    assert meter.expected_wait(10 * WAIT_FADE_S) < 5.0 * MAX_REMEMBERED_WAITS * 1e-4
+    assert meter.expected_wait(20 * WAIT_FADE_S) < meter.expected_wait(10 * WAIT_FADE_S)
+
+
+@given(st.lists(st.tuples(st.floats(-1, 3600), st.floats(-1, 1000)), max_size=40), st.floats(0, 1e4))
+def test_it_lies_between_nothing_and_the_longest_wait(jobs, later):
+    meter = QueueMeter()
+    now = 0.0
+    for waited, step in jobs:  # clocks of two threads may be read in the wrong order
+        now += step
+        meter.record_start(waited, now)
+    longest = max((waited for waited, _ in jobs), default=0.0)
+    assert 0 <= meter.expected_wait(now + later) <= max(longest, 0.0) * (1 + 1e-9)
+    assert meter.expected_wait(now + later + 1) <= meter.expected_wait(now + later) * (1 + 1e-9)
