@@ -118,14 +118,6 @@ class Engine:
         queued.future.add_done_callback(partial(self._on_settled, queued))
         return queued.future
 
-    def expedite(self, future: asyncio.Future[ComputeResult]) -> None:
-        """Someone waits for a request that was not urgent when it was submitted."""
-        with self._lock:
-            for queued in self._waiting():
-                if queued.future is future:
-                    queued.is_awaited = True
-            self._lock.notify()
-
     def _on_settled(self, queued: QueuedRequest, future: asyncio.Future[ComputeResult]) -> None:
         if not future.cancelled() and future.exception() is None:
             self._on_served(queued.request.peer, queued.request.layout.tokens)

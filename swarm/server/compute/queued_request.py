@@ -24,7 +24,6 @@ class QueuedRequest:
         served_at: when it was last part of an iteration; until then, when it came.
         computation: once it has started.
         compute_seconds: time spent in the blocks so far.
-        is_awaited: someone waits for it since it came, although it was not urgent.
     """
 
     number: int
@@ -35,7 +34,6 @@ class QueuedRequest:
     served_at: float
     computation: StepComputation | None = None
     compute_seconds: float = 0.0
-    is_awaited: bool = False
 
     @property
     def is_short(self) -> bool:
@@ -45,7 +43,7 @@ class QueuedRequest:
     @property
     def is_urgent(self) -> bool:
         """A client waits for it, or it has begun: it lets others go first only once."""
-        return self.request.urgent or self.is_awaited or self.computation is not None
+        return self.request.urgent or self.computation is not None
 
     @property
     def is_whole(self) -> bool:
