@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Literal
@@ -226,20 +225,8 @@ class Route:
     hops: tuple[Hop, ...] = field(default_factory=tuple)
 
     @property
-    def runs(self) -> tuple[range, ...]:
-        """The successive hops at each server, which are lost and replaced together: ranges of indices, in order."""
-        found = itertools.groupby(range(len(self.hops)), key=lambda index: self.hops[index].server.peer_id)
-        runs = [list(run) for _, run in found]
-        return tuple(range(run[0], run[-1] + 1) for run in runs)
-
-    @property
-    def servers(self) -> tuple[ServerInfo, ...]:
-        """The servers in order, each once for all of its successive hops."""
-        return tuple(self.hops[run.start].server for run in self.runs)
-
-    @property
     def boundaries(self) -> tuple[int, ...]:
-        """The blocks at which a hop begins, in order, but for block 0."""
+        """The blocks at which a hop begins, in order, without block 0."""
         return tuple(hop.span.start for hop in self.hops if hop.span.start)
 
     def __str__(self) -> str:

@@ -96,7 +96,6 @@ class SwarmConnection:
         adapter: PackedAdapter,
         listener: EventListener | None = None,
         early_exits: bool = False,
-        boundaries: tuple[int, ...] = (),
     ) -> Chain:
         """The chain of a new session over all remote blocks; it is not open yet.
 
@@ -104,7 +103,7 @@ class SwarmConnection:
             max_length: maximum number of tokens of each sequence.
             adapter: what is added to the blocks.
             listener: receives the events of this session, besides the listeners of the connection.
-            early_exits, boundaries: see `SessionContext`.
+            early_exits: see `SessionContext`.
         """
         emit = broadcast([*self._listeners, *([listener] if listener is not None else [])])
         upload = AdapterUpload(adapter, self._requester.ledger)
@@ -118,7 +117,6 @@ class SwarmConnection:
                 upload,
                 emit,
                 early_exits=early_exits,
-                boundaries=boundaries,
             )
         )
 

@@ -16,9 +16,6 @@ import torch
 from swarm.client.chain.chain import Chain
 from swarm.client.chain.prompt_chunks import chunk_slots
 from swarm.client.connection import SwarmConnection
-from swarm.client.early_exit.exit_agreement import ExitAgreement
-from swarm.client.early_exit.exit_terms import boundaries_for
-from swarm.client.early_exit.group_size import GroupMeter
 from swarm.client.early_exit.options import EarlyExit
 from swarm.client.local_blocks import LocalSession
 from swarm.client.routes.events import EventListener, SessionEvent
@@ -50,7 +47,6 @@ class InferenceSession:
     Attributes:
         cache: the session as transformers sees it.
         early_exit: when tokens leave early in `generate` calls that do not say; None for never.
-        groups: what early exit has measured in it.
         rope_limit: how long texts are whose rotary frequencies do not depend on their length; None for any length.
         grows: whether `max_length` is only where to begin. A longer session is opened when a step needs one.
         text_length: of a text that comes in several forwards, for frequencies as if it came in one; 0 to count.
@@ -65,7 +61,6 @@ class InferenceSession:
         self.max_length = max_length
         self.cache = PlaceholderCache(self)
         self.early_exit: EarlyExit | None = None
-        self.groups = GroupMeter()
         self._listener = listener
         self._model = model
         self.rope_limit = rope_limit(model.config)
@@ -73,31 +68,26 @@ class InferenceSession:
         self.grows = False
         self._connection = connection
         self._local: LocalSession | None = None
-        self._agreement = ExitAgreement()
+        self._early_exits = False
         self._closed = False
 
     def prepare_for(self, options: EarlyExit) -> None:
-        """Have the session opened such that tokens can leave as `options` say.
-
-        That is when servers are told that tokens may leave inside their spans, and when spans are cut.
+        """Have the session opened such that tokens can leave as `options` say: only then are servers told that tokens
+        may leave inside their spans, which is approximate.
 
         Raises:
-            InvalidSpan: a boundary is not among the blocks that servers compute.
-            UsageError: the session was opened otherwise, and has computed tokens; or spans are to be cut, and servers
-                are to let tokens leave inside them.
+            UsageError: the session was opened otherwise, and has computed tokens.
         """
-        agreement = self._agreement.including(options, self._connection.span)
-        if agreement == self._agreement:
+        if options.fill == "exact" or self._early_exits:
             return
         if self._chain is not None and self._chain.is_open:
             if self.position:
                 raise UsageError(
-                    "early_exit with fill='project' or with boundaries is agreed with servers when a session opens, "
-                    "and this session has computed tokens without; pass early_exit to inference_session as well, or "
-                    "use another session"
+                    "early_exit with fill='project' is agreed with servers when a session opens, and this session has "
+                    "computed tokens without; pass early_exit to inference_session as well, or use another session"
                 )
             self._close_chain()
-        self._agreement = agreement
+        self._early_exits = True
 
     def step(self, hidden: torch.Tensor) -> torch.Tensor:
         """Run the next tokens through all blocks and the family's final norm.
@@ -167,7 +157,8 @@ class InferenceSession:
             chain = self._open_chain()
             # A step that copies sequences or rolls them back must finish at all servers before another one follows.
             first_alone = not chain.appends(layout)
-            chunk = chunk_slots(new, sequences, chain.route.servers, first_alone)
+            servers = [hop.server for hop in chain.route.hops]
+            chunk = chunk_slots(new, sequences, servers, first_alone)
             if chunk < new and first_alone:
                 max_slots = chunk
         if new > max_slots:
@@ -222,16 +213,16 @@ class InferenceSession:
         self.cache.commit(sequences, new, real, tokens, is_exact=exits is None)
         return StepUnderWay(number, before, hidden, real)
 
-    def boundaries_for(self, options: EarlyExit) -> tuple[int, ...]:
-        """Blocks in front of which a call with these options can look at a step under way."""
-        return boundaries_for(options, self._open_chain().route)
+    @property
+    def boundaries(self) -> tuple[int, ...]:
+        """Blocks in front of which a step under way can be looked at, ascending: where a server begins."""
+        return self._open_chain().route.boundaries
 
-    def wait(self, ready: Callable[[], bool], awaited: tuple[int, int] | None = None) -> None:
+    def wait(self, ready: Callable[[], bool]) -> None:
         """Keep the steps under way going until `ready`, which is asked in the network thread too, or until all servers
-        have answered all of them; for `awaited` see `Chain.wait`. Raises as `compute` does; then those that are not
-        settled have to be given up."""
+        have answered all of them. Raises as `compute` does; then those that are not settled have to be given up."""
         if not ready():
-            self._connection.run(self._open_chain().wait(ready, awaited))
+            self._connection.run(self._open_chain().wait(ready))
 
     def has_outputs(self, step: StepUnderWay, block: int) -> bool:
         """Whether it is known what a step under way is in front of `block`, or behind the last one."""
@@ -341,8 +332,7 @@ class InferenceSession:
         self._connection.run(before.close())
 
     def _new_chain(self) -> Chain:
-        agreed = self._agreement.early_exits, self._agreement.boundaries
-        return self._connection.new_chain(self.max_length, self._adapter, self._listener, *agreed)
+        return self._connection.new_chain(self.max_length, self._adapter, self._listener, self._early_exits)
 
     def _open_chain(self) -> Chain:
         """The open chain; it is opened if it is not yet."""

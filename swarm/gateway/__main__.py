@@ -40,8 +40,7 @@ if TYPE_CHECKING:
     "--concurrent",
     type=click.IntRange(1, 256),
     default=64,
-    help="Answers generated at the same time. A server accepts 256 sessions of one client; an answer needs one, and "
-    "one more for each of --exit-boundaries.",
+    help="Answers generated at the same time. A server accepts 256 sessions of one client.",
 )
 @click.option(
     "--queue", type=click.IntRange(0, 65536), default=256, help="Requests that may wait. Further ones get status 429."
@@ -84,11 +83,6 @@ if TYPE_CHECKING:
     type=click.Choice(["softmax", "similarity", "classifier"]),
     default="softmax",
     help="What --early-exit compares.",
-)
-@click.option(
-    "--exit-boundaries",
-    metavar="BLOCKS",
-    help="With --early-exit: blocks such as 4,8 in front of which tokens may leave also inside servers' spans.",
 )
 @click.option(
     "--exits-from",
@@ -147,10 +141,7 @@ def _gateway_settings(options: Mapping[str, Any]) -> GatewaySettings:
         max_request_bytes = ByteSize.parse(options["max_request"])
     except ValueError as error:
         raise InvalidOption(f"--max-request {options['max_request']}: {error}") from None
-    boundaries = _parse_boundaries(options["exit_boundaries"])
     threshold = options["early_exit"]
-    if boundaries and threshold is None:
-        raise InvalidOption("--exit-boundaries has no effect without --early-exit; give both")
 
     from swarm.client.early_exit.options import EarlyExit
     from swarm.gateway.settings import GatewaySettings
@@ -164,19 +155,9 @@ def _gateway_settings(options: Mapping[str, Any]) -> GatewaySettings:
         max_concurrent_texts=options["concurrent"],
         max_waiting=options["queue"],
         public_status=options["public_status"],
-        early_exit=None
-        if threshold is None
-        else EarlyExit(options["exit_confidence"], threshold, boundaries=boundaries),
+        early_exit=None if threshold is None else EarlyExit(options["exit_confidence"], threshold),
         approximate_exits=options["approximate_exits"],
     )
-
-
-def _parse_boundaries(text: str | None) -> tuple[int, ...]:
-    """Blocks such as "4,8"."""
-    try:
-        return tuple(int(block) for block in text.split(",")) if text is not None else ()
-    except ValueError:
-        raise InvalidOption(f"--exit-boundaries {text}: use numbers of blocks, such as 4,8") from None
 
 
 if __name__ == "__main__":

@@ -71,7 +71,6 @@ def serve_gateway(
         AddressUnavailable: the address is taken or does not exist.
         UsageError: a model cannot be loaded, or no initial peer answers, see `from_pretrained`; or early exit needs
             classifiers that are not given.
-        InvalidSpan: a boundary of early exit is outside a model.
         AdapterMismatch, AdapterError: exits are for none of the models, or cannot be read.
     """
     keys = KeyFile.read(key_file) if key_file is not None else None
@@ -158,8 +157,6 @@ def _load_models(
         _load_exits(models, folder)
     if settings.early_exit is not None:
         _require_classifiers(models, settings.early_exit)
-        for served in models:
-            settings.early_exit.require_boundaries_in(served.model.swarm.span)
     return models
 
 

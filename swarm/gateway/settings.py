@@ -5,9 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from swarm.client.early_exit.options import EarlyExit
-from swarm.errors import InvalidOption
 from swarm.generation.prompts import DEFAULT_CHAT_TOKENS
-from swarm.protocol.messages import MAX_PEER_SESSIONS
 
 
 @dataclass(frozen=True)
@@ -27,9 +25,6 @@ class GatewaySettings:
         public_status: whether metrics and monitor are open to clients without a key, if there are keys.
         early_exit: when tokens leave early in requests that do not say; None for never. Always verified.
         approximate_exits: whether requests may ask for tokens that leave without being verified.
-
-    Raises:
-        InvalidOption: the texts could need more sessions at one server than it accepts of one client.
     """
 
     default_max_tokens: int = DEFAULT_CHAT_TOKENS
@@ -44,13 +39,3 @@ class GatewaySettings:
     public_status: bool = False
     early_exit: EarlyExit | None = None
     approximate_exits: bool = False
-
-    def __post_init__(self) -> None:
-        parts = 1 + (len(self.early_exit.boundaries) if self.early_exit is not None else 0)
-        if self.max_concurrent_texts * parts > MAX_PEER_SESSIONS:
-            raise InvalidOption(
-                f"--concurrent {self.max_concurrent_texts} needs up to {self.max_concurrent_texts * parts} sessions at "
-                f"one server, {parts} for each text with its --exit-boundaries, and a server accepts "
-                f"{MAX_PEER_SESSIONS} of one client; use --concurrent {MAX_PEER_SESSIONS // parts} or less, or fewer "
-                "boundaries"
-            )

@@ -147,7 +147,7 @@ class Router:
         Args:
             before, after, cache_tokens: see `RouteRequirements`.
         """
-        peers = frozenset(server.peer_id for server in current.servers)
+        peers = frozenset(hop.server.peer_id for hop in current.hops)
         requirements = self._with_health(now, RouteRequirements(1, cache_tokens, before, after))
         span = Span(current.hops[0].span.start, current.hops[-1].span.end)
         try:

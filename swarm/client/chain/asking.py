@@ -19,7 +19,6 @@ from swarm.client.chain.patience import (
     is_worth_leaving,
     none_late_before,
 )
-from swarm.client.chain.route_cutting import cut_route
 from swarm.client.chain.standby import Standby, see_out
 from swarm.client.hops.hop_session import HopSession
 from swarm.client.hops.session_constants import SessionContext
@@ -129,8 +128,7 @@ class Asking:
             if not is_worth_leaving(found.current_seconds, found.seconds, steps, refill):
                 return
         logger.info("%s is %s; others are asked", describe_hop(late[0].hop), "slow" if number is None else "late")
-        route = cut_route(found.route, self._context.boundaries)
-        self.standby = Standby(self._opener, late, vacancy, route, number, self._on_change)
+        self.standby = Standby(self._opener, late, vacancy, found.route, number, self._on_change)
 
     def on_reply(self, hop: HopSession, outputs: PackedHidden) -> bool:
         """A hop has answered; whether it is one of those that are asked."""

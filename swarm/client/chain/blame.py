@@ -63,7 +63,6 @@ class Evidence:
         usable: whether the outputs can be used.
         finite: whether they would be usable but for NaN or infinity.
         was_open: whether another server could send to the session.
-        same_server: whether that was the same server, with the blocks before.
         own_input: whether the input is this client's own, not the outputs of a server.
     """
 
@@ -71,7 +70,6 @@ class Evidence:
     usable: bool
     finite: bool
     was_open: bool
-    same_server: bool
     own_input: bool
 
 
@@ -83,7 +81,7 @@ def verdict(seen: Evidence) -> Verdict:
         if seen.usable:
             return Verdict.RIGHT
         return Verdict.LIAR if seen.finite or seen.own_input else Verdict.NONSENSE
-    return Verdict.LINK if seen.was_open and not seen.same_server else Verdict.LIAR
+    return Verdict.LINK if seen.was_open else Verdict.LIAR
 
 
 class ClaimingHop(Protocol):
@@ -169,6 +167,5 @@ def _evidence(hops: Sequence[ClaimingHop], index: int, number: int, claim: Claim
         usable=claim.error is None,
         finite=not isinstance(claim.error, NotFiniteOutputs),
         was_open=hop.claims.was_open,
-        same_server=index > 0 and hops[index - 1].peer_id == hop.peer_id,
         own_input=index == 0,
     )

@@ -159,17 +159,12 @@ class Chain:
             raise
         return number
 
-    async def wait(self, ready: Callable[[], bool], awaited: tuple[int, int] | None = None) -> None:
+    async def wait(self, ready: Callable[[], bool]) -> None:
         """Keep the steps that are under way going until `ready`, or until all servers have answered all of them.
-
-        Args:
-            awaited: the number of a step, and in front of which block (or behind the last one) its outputs are waited
-                for, although its token could have left before. The servers there are told.
 
         Raises as `steps` does. Then those that are not settled have to be given up.
         """
-        await self._expedite(awaited)
-        await self._advance(ready, everywhere=True, awaited=awaited)
+        await self._advance(ready, everywhere=True)
 
     def outputs(self, number: int, block: int) -> PackedHidden | None:
         """What a step under way is in front of `block` (or behind the last one), if that has come to this client."""
@@ -252,14 +247,12 @@ class Chain:
         *,
         everywhere: bool = False,
         patient: bool = True,
-        awaited: tuple[int, int] | None = None,
     ) -> None:
         """Bring the steps that are under way to their end: at the last hop, or everywhere.
 
         Args:
             ready: end earlier, as soon as this is true.
             patient: whether to wait where there is nothing to do for now; else that is the end.
-            awaited: what servers that take over are told, see `wait`.
         """
         self._everywhere = everywhere
         while not ready():
@@ -272,7 +265,6 @@ class Chain:
                 time.perf_counter(),
                 self._window,
                 everywhere=everywhere,
-                runs=self._hops.runs,
             )
             match action:
                 case Finished():
@@ -284,18 +276,10 @@ class Chain:
                     if overdue:
                         hop.progress.on_failed(PeerTimeout(f"{describe_hop(hop.hop)} has not answered in time"))
                     await self._repair(index)
-                    await self._expedite(awaited)
                 case WaitUntil(until):
                     if not patient:
                         return
                     await self._hops.wait(self._changed, until, self._refillable)
-
-    async def _expedite(self, awaited: tuple[int, int] | None) -> None:
-        if awaited is not None:
-            number, block = awaited
-            hops = [(hop, hop.hop.span.start) for hop in self._hops if hop.hop.span.start < block]
-            told = (hop for hop, start in hops if self._under_way.may_yield(start, hop.progress.replied, number))
-            await asyncio.gather(*(hop.expedite(number) for hop in told))
 
     async def _repair(self, index: int) -> None:
         await self._hops.repair(index, self._refillable, self._window > 1)

@@ -2,8 +2,7 @@
 
 The blocks of the lost server are routed again, perhaps cut differently; the history of what went into them is replayed
 to the new servers, which then have the same caches; the servers before and behind are told their new neighbors. No
-other server of the route starts again. Successive hops at one server are lost and replaced together; if only the stream
-of one of them was lost, it alone goes on at the same server.
+other server of the route starts again.
 
 Laws:
 - The step that was running is delivered again. Servers recognize a step that they have seen, so it is computed once.
@@ -36,12 +35,12 @@ RECONNECT_TIMEOUT_S = 0.5
 
 @dataclass(frozen=True)
 class Vacancy:
-    """Successive hops at one server whose place others are to take.
+    """A hop whose place others are to take.
 
     Attributes:
-        which: the hops.
-        span: their blocks.
-        before, after: peer ids of the servers before and behind them; None for this client.
+        which: the hop.
+        span: its blocks.
+        before, after: peer ids of the servers before and behind it; None for this client.
         contents: what the caches of those that take their place have to hold.
     """
 
@@ -58,15 +57,14 @@ def vacancy_at(hops: Sequence[HopSession], index: int, contents: Callable[[range
     Args:
         contents: what the caches of such hops have to hold together.
     """
-    which = next(run for run in route_of(hops).runs if index in run)
-    wanted = contents(which)
-    if wanted.done < wanted.history.folded:
-        # The first of them was filled by a replay when others had not answered all of that: one after the other.
-        which = range(index, index + 1)
-        wanted = contents(which)
+    which = range(index, index + 1)
+    return Vacancy(which, hops[index].hop.span, *_neighbors(hops, which), contents(which))
+
+
+def _neighbors(hops: Sequence[HopSession], which: range) -> tuple[str | None, str | None]:
+    """Peer ids of the servers before and behind some hops; None for this client."""
     before = hops[which.start - 1].peer_id if which.start else None
-    after = hops[which.stop].peer_id if which.stop < len(hops) else None
-    return Vacancy(which, joined_span(hops[which.start : which.stop]), before, after, wanted)
+    return before, hops[which.stop].peer_id if which.stop < len(hops) else None
 
 
 class Failover:
@@ -102,8 +100,8 @@ class Failover:
         is_doubted: bool = False,
         reason: RemoteError | None = None,
     ) -> tuple[range, list[HopSession]]:
-        """Repair `hops[index]` itself if possible; else open hops at other servers, not linked yet, for it and the
-        successive hops at its server. Returns which hops are replaced, and by what.
+        """Repair `hops[index]` itself if possible; else open hops at other servers, not linked yet. Returns which
+        hops are replaced, and by what.
 
         Args:
             contents: what the caches of such hops have to hold together.
@@ -117,7 +115,7 @@ class Failover:
         if await self._try_same_server(hops[index], contents(alone)):
             return alone, [hops[index]]
         error = hops[index].progress.error
-        await self.leave(hops, index, is_doubted)
+        await self.leave(hops[index], is_doubted)
         vacancy = vacancy_at(hops, index, contents)
         # If no other server has cache space either, say that, and not that blocks are missing.
         if isinstance(error, CacheFull) or (is_doubted and isinstance(error, RemoteError)):
@@ -141,8 +139,7 @@ class Failover:
         if wanted.done < wanted.history.folded:
             # It was filled by a replay when those behind had not answered all of that: one after the other.
             wanted = contents(which := range(index, index + 1))
-        misled, before = hops[index : which.stop], hops[index - 1].peer_id if index else None
-        after = hops[which.stop].peer_id if which.stop < len(hops) else None
+        misled, (before, after) = hops[index : which.stop], _neighbors(hops, which)
         for hop in misled:
             hop.progress.on_replaced()
         await close_all(misled)
@@ -169,16 +166,14 @@ class Failover:
             await hops[index].link(before, after, rows)
 
     def _may_push(self, before: HopSession, after: HopSession) -> bool:
-        return before.peer_id == after.peer_id or self._routes.may_push(before.peer_id, after.peer_id)
+        # No server connects to itself.
+        return before.peer_id != after.peer_id and self._routes.may_push(before.peer_id, after.peer_id)
 
     async def has_others(self, hops: Sequence[HopSession], index: int) -> bool:
         """Whether other servers than that of `hops[index]` can take its place."""
-        which = next(run for run in route_of(hops).runs if index in run)
-        before = hops[which.start - 1].peer_id if which.start else None
-        after = hops[which.stop].peer_id if which.stop < len(hops) else None
-        span, avoid = joined_span(hops[which.start : which.stop]), frozenset({hops[index].peer_id})
+        hop, (before, after) = hops[index], _neighbors(hops, range(index, index + 1))
         try:
-            await self._routes.route(span, before, after, self._context.max_length, avoid)
+            await self._routes.route(hop.hop.span, before, after, self._context.max_length, frozenset({hop.peer_id}))
         except MissingBlocks:
             return False
         return True
@@ -198,28 +193,22 @@ class Failover:
         self._context.emit(RouteTaken(route))
         return route
 
-    async def leave(self, hops: Sequence[HopSession], index: int, is_doubted: bool = False) -> None:
-        """Report the server of `hops[index]`, which has failed, and leave it: once, or one that has come back would be
-        kept out again. All successive hops there are lost with it.
+    async def leave(self, failed: HopSession, is_doubted: bool = False) -> None:
+        """Report a server that has failed, and leave it: once, or one that has come back would be kept out again.
 
         Args:
             is_doubted: leave it without a report.
         """
-        failed = hops[index]
         error = failed.progress.error
         if failed.progress.replaced or error is None:
             return
-        which = next(run for run in route_of(hops).runs if index in run)
-        lost = hops[which.start : which.stop]
-        for hop in lost:
-            hop.progress.on_failed(error)
-            hop.progress.on_replaced()
+        failed.progress.on_replaced()
         logger.info("%s; looking for a replacement", error)
         reason = error.code if isinstance(error, RemoteError) else RemoteError.code
-        self._context.emit(HopLost(failed.peer_id, joined_span(lost), reason))
+        self._context.emit(HopLost(failed.peer_id, failed.hop.span, reason))
         if not is_doubted:
             self._routes.report_failure(failed.peer_id, error)
-        await close_all(lost)
+        await close_all([failed])
 
     async def _try_same_server(self, hop: HopSession, contents: CacheContents) -> bool:
         """Whether the same server can go on, because only the connection or its memory of the session was lost.

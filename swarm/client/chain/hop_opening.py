@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from swarm.client.chain.route_cutting import cut_route
 from swarm.client.hops.awaited_steps import NO_STEP
 from swarm.client.hops.hop_session import HopSession
 from swarm.client.hops.input_history import InputHistory
@@ -72,7 +71,7 @@ class HopOpener:
             try:
                 avoided = avoid | self._refusers.keys()
                 route = await self._routes.route(span, before, after, self._context.max_length, avoided)
-                hops, last_error = await self.prepare(cut_route(route, self._context.boundaries), contents)
+                hops, last_error = await self.prepare(route, contents)
                 if last_error is None:
                     self._blame_refusers()
                     return hops
@@ -105,20 +104,17 @@ class HopOpener:
         if error is not None:
             await close_all(hops)
             return [], error
-        for peer_id in {hop.peer_id for hop in hops}:
-            self._routes.report_success(peer_id)
+        for hop in hops:
+            self._routes.report_success(hop.peer_id)
         return hops, None
 
     async def _open_all(self, hops: Sequence[HopSession]) -> RemoteError | None:
-        """Open all hops at once; why one of them could not be opened, or None. Each server is reported once."""
+        """Open all hops at once; why one of them could not be opened, or None."""
         error: RemoteError | None = None
-        reported: set[str] = set()
         results = await asyncio.gather(*(hop.open() for hop in hops), return_exceptions=True)
         for hop, result in zip(hops, results, strict=True):
             if isinstance(result, RemoteError):
-                if hop.peer_id not in reported:
-                    error = self.report_failure(hop, result)
-                reported.add(hop.peer_id)
+                error = self.report_failure(hop, result)
             elif isinstance(result, BaseException):
                 raise result
         return error

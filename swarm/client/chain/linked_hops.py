@@ -64,7 +64,6 @@ class LinkedHops:
         self.asking = Asking(context, self._opener, contents, on_change, stop_pushes)
         self._hops: list[HopSession] = []
         self._route = Route()
-        self._runs: tuple[range, ...] = ()
         self._unlinked = False
         self._rows = 1
         self._alarm = Alarm()
@@ -89,11 +88,6 @@ class LinkedHops:
     def route(self) -> Route:
         """The servers in use now."""
         return self._route
-
-    @property
-    def runs(self) -> tuple[range, ...]:
-        """See `Route.runs`."""
-        return self._runs
 
     @property
     def timings(self) -> tuple[HopTiming, ...]:
@@ -193,7 +187,6 @@ class LinkedHops:
         """From now on the chain consists of these. The route is made here: it is asked for several times a step."""
         self._hops = hops
         self._route = Route(tuple(hop.hop for hop in hops))
-        self._runs = self._route.runs
 
     async def repair(self, index: int, refillable: int, several: bool) -> None:
         """Repair a hop, or put other servers in the place of its server. Raises its error if none would do better.
@@ -312,7 +305,7 @@ class LinkedHops:
             return False
         error = progress.error
         if error is not None and is_worth_another_server(error) and all(hop in self._hops for hop in standby.late):
-            await self._failover.leave(self._hops, index)
+            await self._failover.leave(self._hops[index])
             await standby.wait()
         if self.asking.standby is not standby or not standby.is_wanted or error is None:
             self.asking.drop()

@@ -76,7 +76,6 @@ def next_action(
     now: float,
     window: int = 1,
     everywhere: bool = False,
-    runs: Sequence[range] | None = None,
 ) -> Action:
     """The next action towards the answer to the last step of `numbers`.
 
@@ -87,19 +86,15 @@ def next_action(
         window: steps that a hop may have been handed without having answered. More than one only if each step just
             continues the one before, so that a server that misses one refuses the next.
         everywhere: every hop has to answer, also those for whose outputs the caller does not wait.
-        runs: the successive hops at each server, see `Route.runs`; None if each is at a server of its own.
     """
     if not numbers or min((hop.replied for hop in hops) if everywhere else [hops[-1].replied]) >= numbers[-1]:
         return Finished()
-    departures: dict[int, _Departure] = {}
     for index, hop in enumerate(hops):
         if hop.error is not None or hop.stale:
             return Repair(index)
-        if hop.leaving is not None and not departures:
-            departures = _departures(hops, numbers, runs or [range(index, index + 1) for index in range(len(hops))])
     until = NO_DEADLINE
     for index, hop in reversed(list(enumerate(hops))):  # the step nearest to its end goes first
-        action = _next_at(index, hop, numbers, now, window, departures.get(index))
+        action = _next_at(index, hop, numbers, now, window)
         if index == 0 and window == 1 and isinstance(action, Deliver) and _is_behind(hops, numbers, action.number):
             continue
         if not isinstance(action, WaitUntil):
@@ -129,42 +124,12 @@ def _is_behind(hops: Sequence[HopState], numbers: Sequence[int], number: int) ->
     return any(hop.replied < min(hop.catch_up_to, before) for hop in hops[1:])
 
 
-@dataclass(frozen=True, slots=True)
-class _Departure:
-    """A server is going to leave: it answers what it has begun, at all of its successive hops, and gets nothing more.
-
-    Attributes:
-        index: the hop at which it has said so.
-        last: number of the last step that its first hop was handed.
-        is_due: whether all of its hops have answered that.
-    """
-
-    index: int
-    last: int
-    is_due: bool
-
-
-def _departures(hops: Sequence[HopState], numbers: Sequence[int], runs: Sequence[range]) -> dict[int, _Departure]:
-    """The departures of the servers that are going to leave, by hop."""
-    found: dict[int, _Departure] = {}
-    for run in runs:
-        announced = next((index for index in run if hops[index].leaving is not None), None)
-        if announced is not None:
-            last = _handed(hops[run.start])
-            begun = [number for number in numbers if number <= last]
-            is_due = all(hops[index].replied >= number for index in run for number in begun)
-            found |= dict.fromkeys(run, _Departure(announced, last, is_due))
-    return found
-
-
 def _handed(hop: HopState) -> int:
     """The last step that a hop was handed."""
     return max(hop.replied, hop.delivered, hop.pushed)
 
 
-def _next_at(
-    index: int, hop: HopState, numbers: Sequence[int], now: float, window: int, departure: _Departure | None
-) -> Action:
+def _next_at(index: int, hop: HopState, numbers: Sequence[int], now: float, window: int) -> Action:
     """The next action at one hop that works."""
     replied, handed = hop.replied, _handed(hop)
     under_way = [number for number in numbers if replied < number <= handed]
@@ -174,9 +139,9 @@ def _next_at(
         first = under_way[0]
         return Deliver(index, first) if hop.delivered < first <= hop.received else Repair(index, overdue=True)
     if upcoming is not None:
-        if departure is not None and upcoming > departure.last:
-            if departure.is_due:
-                return Repair(departure.index)
+        if hop.leaving is not None:  # it answers what it has begun, and gets nothing more
+            if not under_way:
+                return Repair(index)
         elif upcoming <= hop.received and len(under_way) < window:
             return Deliver(index, upcoming)
     return WaitUntil(hop.deadline if under_way else NO_DEADLINE)

@@ -63,12 +63,6 @@ class StepsUnderWay:
         step = next((step for number, step in self.steps.items() if number > done), None)
         return (step.number, step.epoch) if step is not None else (self.next_number, self.epoch)
 
-    def may_yield(self, block: int, replied: int, last: int) -> bool:
-        """Whether a server of the blocks from `block` on, which has answered the steps up to number `replied`, may let
-        others go before one of those up to `last`."""
-        steps = [step for number, step in self.steps.items() if replied < number <= last]
-        return any(step.exit_block is not None and step.exit_block <= block for step in steps)
-
     def give_up_after(self, after: int) -> list[Step]:
         """Take out the steps behind number `after`."""
         self._lengths = None

@@ -20,14 +20,13 @@ import torch
 from swarm.client.chain.chain import MAX_STEPS_UNDER_WAY
 from swarm.client.early_exit.exit_terms import RouteExits
 from swarm.client.early_exit.hidden_reader import HiddenReader
+from swarm.client.early_exit.look_meter import LookMeter
 from swarm.client.early_exit.options import EarlyExit
-from swarm.client.early_exit.pacing import Pace, Pacing
 from swarm.client.early_exit.token_output import TokenOutput
 from swarm.client.early_exit.verification import verify_sampled
 from swarm.client.routes.events import ExitTaken, ExitVerified
 from swarm.client.session import InferenceSession
 from swarm.client.step_under_way import StepUnderWay
-from swarm.data_structures import Route
 from swarm.models.exits.confidence import decayed_threshold
 from swarm.models.exits.trained_exits import TrainedExits
 from swarm.protocol.messages import ExitTerms
@@ -92,7 +91,7 @@ class _Flight:
         tokens_RT: the sequences, this token included.
         open_R: sequences that have not ended.
         guess: of the next token, once this one has left.
-        pace: how it was sent off.
+        looks: it is looked at on its way.
         seen: block in front of which it was looked at last.
         seen_at: when it could be looked at first.
         sure_R: sequences that were sure there.
@@ -102,7 +101,7 @@ class _Flight:
     step: StepUnderWay
     tokens_RT: torch.Tensor
     open_R: torch.Tensor
-    pace: Pace
+    looks: bool
     guess: _Guess | None = None
     seen: int = 0
     seen_at: float | None = None
@@ -137,7 +136,7 @@ class ExitDecoder:
         self._reader = HiddenReader(options, exits, model.logits)
         self._route_exits = RouteExits(options, self._blocks, session.warn_once)
         self._flights: deque[_Flight] = deque()
-        self._pacing = Pacing(options, session.groups)
+        self._looks = LookMeter()
         self._tokens_RT = torch.empty(0, 0, dtype=torch.long)
         self._open_R = torch.empty(0, dtype=torch.bool)
         self._prompt_length = 0
@@ -156,9 +155,9 @@ class ExitDecoder:
             while bool(self._open_R.any()):
                 newest = self._flights[-1] if self._flights else None
                 if newest is None:
-                    self._send(self._tokens_RT, self._open_R, follows=False)
+                    self._send(self._tokens_RT, self._open_R)
                 elif newest.guess is not None and self._may_follow(newest, newest.guess):
-                    self._send(_extended(newest.tokens_RT, newest.guess.tokens_R), newest.guess.open_R, follows=True)
+                    self._send(_extended(newest.tokens_RT, newest.guess.tokens_R), newest.guess.open_R)
                 else:
                     self._wait(newest)
             while self._flights and not self._options.verify:
@@ -169,13 +168,12 @@ class ExitDecoder:
                 self._session.give_up(self._flights[0].step)
         return self._tokens_RT
 
-    def _send(self, tokens_RT: torch.Tensor, open_R: torch.Tensor, follows: bool) -> None:
+    def _send(self, tokens_RT: torch.Tensor, open_R: torch.Tensor) -> None:
         exits = self._route_exits.terms(self._session.route, *self._place(tokens_RT))
-        pace = self._pacing.next(self._session.route or Route(), self._boundaries(), follows)
-        self._flights.append(_Flight(self._model.send(tokens_RT, exits, pace.exit_block), tokens_RT, open_R, pace))
-
-    def _boundaries(self) -> tuple[int, ...]:
-        return self._session.boundaries_for(self._options)
+        exit_block = self._options.first_exit(self._session.boundaries)
+        looks = exit_block is not None and (not self._options.verify or self._looks.is_worth_looking())
+        step = self._model.send(tokens_RT, exits, exit_block if looks else None)
+        self._flights.append(_Flight(step, tokens_RT, open_R, looks))
 
     def _may_follow(self, newest: _Flight, guess: _Guess) -> bool:
         """Whether a token that left may send its successor off."""
@@ -185,7 +183,7 @@ class ExitDecoder:
 
     def _wait(self, newest: _Flight) -> None:
         """Wait for the last server's answer to the oldest token, or for a look at one that is on its way."""
-        oldest, boundaries = self._flights[0], self._options.looked_at(self._boundaries())
+        oldest, boundaries = self._flights[0], self._options.looked_at(self._session.boundaries)
 
         def is_answered() -> bool:
             return self._session.has_outputs(oldest.step, self._blocks)
@@ -193,19 +191,15 @@ class ExitDecoder:
         if not self._options.verify:
             # Which token stands must not depend on what happens to come first: each boundary, then the answer.
             unseen = [block for block in boundaries if block > newest.seen] if newest.guess is None else []
-            self._session.wait(
-                lambda: bool(self._come(newest, unseen[:1])) if unseen else is_answered(), self._awaited(newest)
-            )
+            self._session.wait(lambda: bool(self._come(newest, unseen[:1])) if unseen else is_answered())
             if come := self._come(newest, unseen[:1]):
                 self._look_at(newest, come[0])
             elif is_answered():
                 self._settle(self._flights.popleft())
             return
         # A drawn token must stay: another one in its place would not have the distribution that verification assumes.
-        watched = [one for one in self._flights if one.pace.looks and (one.guess is None or not self._sampling.sample)]
-        self._session.wait(
-            lambda: is_answered() or any(self._come(one, boundaries) for one in watched), self._awaited(newest)
-        )
+        watched = [one for one in self._flights if one.looks and (one.guess is None or not self._sampling.sample)]
+        self._session.wait(lambda: is_answered() or any(self._come(one, boundaries) for one in watched))
         if is_answered():
             self._settle(self._flights.popleft())
             return
@@ -213,15 +207,6 @@ class ExitDecoder:
             if come := self._come(one, boundaries):
                 self._look_at(one, come[-1])
                 return
-
-    def _awaited(self, newest: _Flight) -> tuple[int, int] | None:
-        """The step, and in front of which block, that is waited for although its token could have left before."""
-        if newest.pace.exit_block is None or not newest.seen:
-            return None
-        if newest.guess is not None:  # its successor cannot be sent off before others are verified
-            return newest.step.number, self._blocks
-        later = (block for block in self._options.looked_at(self._boundaries()) if block > newest.seen)
-        return newest.step.number, next(later, self._blocks)
 
     def _come(self, flight: _Flight, blocks: Sequence[int]) -> list[int]:
         """Those of the blocks in front of which a token was not looked at yet, and now can be."""
@@ -233,7 +218,7 @@ class ExitDecoder:
         if flight.seen_at is None:
             flight.seen_at = began
         self._look(flight, block)
-        self._pacing.on_look(time.perf_counter() - began)
+        self._looks.on_look(time.perf_counter() - began)
 
     def _look(self, flight: _Flight, block: int) -> None:
         flight.seen = block
@@ -291,7 +276,7 @@ class ExitDecoder:
         """The oldest token has come to its end: what follows it is certain now."""
         guess = flight.guess
         if flight.seen_at is not None:
-            self._pacing.on_answer(time.perf_counter() - flight.seen_at)
+            self._looks.on_answer(time.perf_counter() - flight.seen_at)
         outputs_R1H = self._session.outputs(flight.step, self._blocks)
         blocks_R = [one or self._blocks for one in self._session.left(flight.step, self._blocks)]
         self._session.settle(flight.step)
@@ -307,7 +292,6 @@ class ExitDecoder:
             tokens_R = scores_RV.argmax(-1)
         tokens_R = self._padded(tokens_R, self._open_R)
         stands = torch.equal(tokens_R, guess.tokens_R)
-        self._pacing.on_verified(stands)
         self._session.report(ExitVerified(guess.block, stands))
         if not stands:
             self._give_up_behind(None)

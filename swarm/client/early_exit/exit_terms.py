@@ -57,39 +57,14 @@ def why_no_exits(options: EarlyExit, route: Route) -> str:
     return f"threshold, min_block and max_block leave out all exits of its servers, which are at blocks {blocks}"
 
 
-def boundaries_for(options: EarlyExit, route: Route) -> tuple[int, ...]:
-    """The blocks in front of which one call can look at tokens, ascending: where servers begin, and its own boundaries.
-
-    Spans may be cut at other blocks as well, for other calls of the same session.
-    """
-    begins = {route.hops[run.start].span.start for run in route.runs}
-    return tuple(block for block in route.boundaries if block in begins or block in options.boundaries)
-
-
-def is_computed_by_one_server(route: Route, block: int) -> bool:
-    """Whether a hop begins at `block` whose server also computes the blocks in front of it, and all behind."""
-    begins = [index for index, hop in enumerate(route.hops) if hop.span.start == block]
-    return bool(begins and begins[0]) and len({hop.server.peer_id for hop in route.hops[begins[0] - 1 :]}) == 1
-
-
-def next_server(route: Route, block: int) -> int | None:
-    """The first block, from this one on, at which a server begins; None if there is none."""
-    return next(
-        (route.hops[run.start].span.start for run in route.runs if route.hops[run.start].span.start >= block), None
-    )
-
-
 def why_none_between(options: EarlyExit, route: Route) -> str | None:
     """Why no token can leave between the hops of a route; None if tokens can."""
-    boundaries = list(boundaries_for(options, route))
+    boundaries = list(route.boundaries)
     if not boundaries:
-        return "one server has all blocks, and boundaries names none of them"
+        return "one server has all blocks"
     if options.first_exit(boundaries) is not None:
         return None
-    return (
-        "threshold, min_block and max_block leave out all blocks at which its servers begin, which are "
-        f"{boundaries}, and boundaries names no other ones"
-    )
+    return f"threshold, min_block and max_block leave out all blocks at which its servers begin, which are {boundaries}"
 
 
 @dataclass

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Literal, get_args
 
-from swarm.data_structures import ExitBatchRule, ExitConfidence, Span
-from swarm.errors import InvalidSpan, UsageError
-from swarm.protocol.messages import MAX_EXITS
+from swarm.data_structures import ExitBatchRule, ExitConfidence
+from swarm.errors import UsageError
 
 ExitFill = Literal["exact", "project"]
 """What the caches of skipped blocks get. exact: nothing is skipped, later blocks compute the token as well, and caches
@@ -22,8 +20,7 @@ class EarlyExit:
 
     A token may leave between two servers of the route: this client sees what each of them hands on. With
     `fill="project"` it may also leave inside the span of a server that was started with exits, which then skips its
-    other blocks; so do all servers behind. With `boundaries` it may leave inside any server's span, whose blocks behind
-    compute it all the same.
+    other blocks; so do all servers behind.
 
     Attributes:
         confidence: how it is measured how sure a token is.
@@ -38,9 +35,6 @@ class EarlyExit:
         fill: what the caches of blocks that a token skips get. "project" saves computing, and is approximate; it needs
             `verify=False`.
         min_block, max_block: blocks that a token passes at least, and behind which it does not leave any more.
-        boundaries: blocks in front of which this client looks at tokens also inside servers' spans, ascending. It opens
-            such a span in parts, each of which sends it a copy. Not with `fill="project"`, where servers look. Where a
-            server begins, also behind blocks that the client computes itself, it looks anyway.
 
     Raises:
         UsageError: a value is not possible.
@@ -54,7 +48,6 @@ class EarlyExit:
     fill: ExitFill = "exact"
     min_block: int = 1
     max_block: int | None = None
-    boundaries: Sequence[int] = ()
 
     def __post_init__(self) -> None:
         if self.confidence not in get_args(ExitConfidence):
@@ -85,37 +78,6 @@ class EarlyExit:
                 f"min_block={self.min_block}, max_block={self.max_block}: no block lies between the two; use a larger "
                 "max_block, or leave it out"
             )
-        self._validate_boundaries()
-
-    def _validate_boundaries(self) -> None:
-        said = f"boundaries={self.boundaries!r}"
-        if not isinstance(self.boundaries, Sequence):
-            raise UsageError(f"{said}: use a tuple of numbers of blocks")
-        blocks = tuple(self.boundaries)
-        object.__setattr__(self, "boundaries", blocks)  # a list is as good as a tuple
-        if not all(map(_is_block, blocks)) or any(one >= other for one, other in pairwise(blocks)):
-            raise UsageError(f"{said}: use numbers of blocks from 1 on, each larger than the one before")
-        if len(blocks) > MAX_EXITS:
-            raise UsageError(f"boundaries: {len(blocks)} blocks are too many; use at most {MAX_EXITS}")
-        if blocks and self.fill == "project":
-            raise UsageError(
-                f"{said} does not go together with fill='project', with which servers let tokens leave at their own "
-                "exits; leave one of them out"
-            )
-        if pointless := [block for block in blocks if not self.may_need(block)]:
-            raise UsageError(
-                f"{said}: threshold, min_block and max_block let no token leave in front of {pointless}; leave these "
-                "blocks out"
-            )
-
-    def require_boundaries_in(self, blocks: Span) -> None:
-        """Raise `InvalidSpan` unless this client sees tokens in front of all boundaries: servers compute `blocks`."""
-        first = max(1, blocks.start)
-        if outside := [block for block in self.boundaries if not first <= block < blocks.end]:
-            raise InvalidSpan(
-                f"boundaries={outside} are not among blocks {blocks}, which servers compute; use blocks from {first} "
-                f"to {blocks.end - 1}"
-            )
 
     @property
     def needs_sessions(self) -> bool:
@@ -139,16 +101,6 @@ class EarlyExit:
         """Whether tokens may leave in front of `block`. No confidence is above 1, but a threshold of 1 may fall."""
         threshold = self.threshold_at(block)
         return threshold is not None and (threshold < 1 or self.decay > 0)
-
-    def may_need(self, block: int) -> bool:
-        """Whether it can help to look at tokens in front of `block`: they may leave there, or, for similarity, behind.
-
-        A hidden state is compared with that in front of the block before, so it does not matter where in between.
-        """
-        if self.confidence != "similarity":
-            return self.may_leave_at(block)
-        exits = self.threshold if isinstance(self.threshold, Mapping) else [max(block, self.min_block)]
-        return any(later >= block and self.may_leave_at(later) for later in exits)
 
     def first_exit(self, boundaries: Sequence[int]) -> int | None:
         """The first of these blocks in front of which a token may leave; None if it has to pass them all."""

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import msgspec
 
-from swarm.client.hops.awaited_steps import NO_STEP, ReplyKind
+from swarm.client.hops.awaited_steps import ReplyKind
 from swarm.client.hops.hop_progress import HopProgress
 from swarm.client.hops.hop_stream import CLOSE_TIMEOUT_S, HopStream
 from swarm.client.hops.input_claims import Claim, InputClaims
@@ -90,7 +90,6 @@ class HopSession:
         self._on_reply = on_reply
         self._on_change = on_change
         self._stream = HopStream(context.network, hop, self._on_message, self._on_lost, self._max_reply_bytes)
-        self._expedited = NO_STEP
         self._replay_reply: _ReplayReply | None = None
         self._replay_outputs: OutputShape | None = None
         self._unanswered_replays = 0  # also those that were interrupted, so that nothing waits for their answers
@@ -140,7 +139,6 @@ class HopSession:
         self._opening_seconds = time.perf_counter() - began
         self.progress.on_opened()
         self._unanswered_replays = 0
-        self._expedited = NO_STEP  # it may have forgotten
         self._stream.listen()
         return reply.next_step
 
@@ -201,12 +199,6 @@ class HopSession:
     async def announce_given_up(self, first: int, end: int) -> None:
         """Tell the server that the steps from number `first` up to, but without, `end` need not be computed."""
         await self._send(messages.GiveUp(first, end), b"", CLOSE_TIMEOUT_S)
-
-    async def expedite(self, number: int) -> None:
-        """Tell the server that this client waits for the steps up to this one."""
-        if number > self._expedited:
-            self._expedited = number
-            await self._send(messages.Expedite(number), b"", CLOSE_TIMEOUT_S)
 
     async def deliver(self, step: Step) -> None:
         """Hand the server a step, which it reads when it has computed those before; its answer comes to `on_reply`."""

@@ -25,7 +25,6 @@ class SessionContext:
         adapter: what is added to the blocks.
         emit: receives the session's events.
         early_exits: whether servers may be asked to let tokens leave inside their spans, which is approximate.
-        boundaries: blocks in front of which a hop begins, also inside a server's span.
     """
 
     network: Network
@@ -36,4 +35,3 @@ class SessionContext:
     adapter: AdapterUpload = field(default_factory=AdapterUpload)
     emit: EventListener = ignore_events
     early_exits: bool = False
-    boundaries: tuple[int, ...] = ()

@@ -39,7 +39,6 @@ def sample_with_exits(
     Raises:
         UsageError: the call asks for something that tokens which leave early do not have, or that its session was not
             opened for.
-        InvalidSpan: a boundary is not among the blocks that servers compute.
         ProcessorsWithState: it asks for logits processors that do not work with them; nothing was computed.
         NoExitClassifiers: no token could leave on this route; the session holds the prompt.
     """
@@ -72,7 +71,7 @@ def sample_with_exits(
     )
     exits = (model.exits or TrainedExits(base_model(model))).to(tokens_RT.device)
     if options.confidence == "classifier" and options.fill == "exact":
-        _require_classifiers(exits, session.boundaries_for(options))
+        _require_classifiers(exits, session.boundaries)
     forward = ModelForward(model, arguments, tokens_RT.shape[1] + 1)
     output = TokenOutput(streamer)
     decoder = ExitDecoder(options, exits, session, forward, sampling, output)
@@ -142,7 +141,7 @@ def _require_classifiers(exits: TrainedExits, boundaries: Sequence[int]) -> None
         places = ", ".join(map(str, boundaries))
         raise NoExitClassifiers(
             f"confidence='classifier': the model has no classifier for any of the blocks {places}, where servers of "
-            "this route or their parts begin; train them with model.train_exits(kind='classifier')"
+            "this route begin; train them with model.train_exits(kind='classifier')"
         )
 
 

@@ -93,10 +93,7 @@ class DistributedModelMixin:
             listener: receives the session's events (routes, lost servers, recoveries); see
                 `swarm.client.routes.events`.
             early_exit: when tokens leave early in every `generate` that uses the session and does not say. The session
-                is opened for that: spans are cut at its boundaries.
-
-        Raises:
-            InvalidSpan: a boundary of `early_exit` is not among the blocks that servers compute.
+                is opened for that.
         """
         count = 0 if self.prompts is None else len(self.prompts)
         session = InferenceSession(self, self.swarm, max_length + count, listener)
@@ -205,7 +202,6 @@ class DistributedGenerationMixin(ExitsMixin, DistributedModelMixin):
         Raises:
             UsageError: the arguments cannot be divided among lanes, or tokens cannot leave early in this mode or
                 session.
-            InvalidSpan: a boundary of `early_exit` is not among the blocks that servers compute.
         """
         session = session or self._active.entered
         if early_exit == "session":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from msgspec import Meta, Struct, structs
 
@@ -13,7 +13,6 @@ from swarm.errors import UsageError
 from swarm.gateway.openai.api_errors import BadRequest
 from swarm.gateway.settings import GatewaySettings
 from swarm.generation.served_model import ServedModel
-from swarm.protocol.messages import MAX_EXITS
 
 MAX_BLOCKS = 4096
 """More than any model has."""
@@ -21,14 +20,12 @@ MAX_BLOCKS = 4096
 Block = Annotated[int, Meta(ge=1, le=MAX_BLOCKS)]
 Threshold = Annotated[float, Meta(ge=0, le=1)]
 ThresholdByBlock = Annotated[dict[Block, Threshold], Meta(min_length=1, max_length=MAX_BLOCKS)]
-Boundaries = Annotated[list[Block], Meta(max_length=MAX_EXITS)]
 
 
 class EarlyExitRequest(Struct, kw_only=True, forbid_unknown_fields=True):
     """The object in `early_exit`; see `swarm.EarlyExit`. What it leaves out is as the operator set it.
 
-    `boundaries` chooses among the operator's: each one costs a session at a server, which accepts only some of one
-    client. `provisional` asks for events with the text of tokens that are not verified yet.
+    `provisional` asks for events with the text of tokens that are not verified yet.
     """
 
     confidence: ExitConfidence | None = None
@@ -38,7 +35,6 @@ class EarlyExitRequest(Struct, kw_only=True, forbid_unknown_fields=True):
     fill: Literal["exact", "project"] | None = None
     min_block: Block | None = None
     max_block: Block | None = None
-    boundaries: Boundaries | None = None
     provisional: bool = False
 
 
@@ -59,11 +55,10 @@ def early_exit_options(
         return None
     options = settings.early_exit or EarlyExit()
     if isinstance(asked, EarlyExitRequest):
-        _require_operators(asked.boundaries or [], settings)
         given = {name: value for name, value in structs.asdict(asked).items() if value is not None}
         del given["provisional"]  # is about the response
         try:
-            options = _with_given(options, given)
+            options = replace(options, **given)
         except UsageError as error:
             raise BadRequest(f"early_exit: {error}", param="early_exit") from None
     if not options.verify and not settings.approximate_exits:
@@ -78,25 +73,4 @@ def early_exit_options(
             f"early_exit: this gateway has no classifiers for {served.name}; use another confidence",
             param="early_exit",
         )
-    return options
-
-
-def _require_operators(boundaries: list[int], settings: GatewaySettings) -> None:
-    operators = settings.early_exit.boundaries if settings.early_exit is not None else ()
-    if others := sorted(set(boundaries).difference(operators)):
-        allowed = f"use some of {', '.join(map(str, operators))}" if operators else "leave it out"
-        raise BadRequest(
-            f"early_exit.boundaries: this gateway does not let tokens leave in front of {', '.join(map(str, others))}; "
-            f"{allowed}, or ask its operator for --exit-boundaries",
-            param="early_exit.boundaries",
-            code="boundary_not_allowed",
-        )
-
-
-def _with_given(options: EarlyExit, given: dict[str, Any]) -> EarlyExit:
-    """The options with what a request has given. The operator's boundaries stay as far as they go together with it."""
-    operators = () if "boundaries" in given else options.boundaries
-    options = replace(options, **{"boundaries": (), **given})
-    if options.fill == "exact" and operators:
-        options = replace(options, boundaries=[one for one in operators if options.may_need(one)])
     return options

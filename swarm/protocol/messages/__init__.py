@@ -12,7 +12,6 @@ A conversation is one libp2p stream:
     StepRequest + payload ->
                        <-                StepReply + payload | Refusal
     GiveUp             ->                (queued steps that need not be computed)
-    Expedite           ->                (steps that the client waits for after all)
     ReplayRequest + payload ->           (fills the cache with past inputs)
                        <-                ReplayReply + payload | Refusal
                        <-                Refusal "server_closing" at any time: find another server
@@ -117,7 +116,6 @@ from swarm.protocol.messages.reachability import (
 from swarm.protocol.messages.session import (
     CloseSession,
     ExitTerms,
-    Expedite,
     GiveUp,
     OpenSession,
     PushRequest,
@@ -171,7 +169,6 @@ __all__ = [
     "DialBackReply",
     "DialBackRequest",
     "ExitTerms",
-    "Expedite",
     "FindParts",
     "ForgetConnections",
     "ForwardReply",

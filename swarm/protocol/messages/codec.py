@@ -20,7 +20,6 @@ from swarm.protocol.messages.reachability import (
 )
 from swarm.protocol.messages.session import (
     CloseSession,
-    Expedite,
     GiveUp,
     OpenSession,
     PushRequest,
@@ -54,7 +53,6 @@ ClientMessage = (
     | StepRequest
     | PushRequest
     | GiveUp
-    | Expedite
     | ReplayRequest
     | CloseSession
     | ForwardRequest

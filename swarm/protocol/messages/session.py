@@ -86,9 +86,7 @@ class StepRequest(Message, frozen=True):
     token that left are those in front of that block; the server only fills its cache with their keys and values.
 
     In front of `exit_block` the client may already know what it needs of this step. Servers that begin there or behind
-    let steps that clients wait for go first, for a moment. Where another session of the same server hands the step on
-    to one that begins just there, it is held for a while, to be computed as one with those that follow: until an urgent
-    one comes, or `Expedite`.
+    let steps that clients wait for go first, for a moment.
     """
 
     step: StepNumber
@@ -114,15 +112,6 @@ class GiveUp(Message, frozen=True):
 
     first: Count
     end: Count
-
-
-class Expedite(Message, frozen=True):
-    """The client waits for the steps up to number `last` now, whatever their `exit_block` says. There is no reply.
-
-    Those that have not come yet are urgent when they come.
-    """
-
-    last: Count
 
 
 class StepReply(Message, frozen=True):

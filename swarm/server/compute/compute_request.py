@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -140,45 +140,6 @@ def forward_work(
 
     training = session_id is None
     return ForwardWork(peer, (peer, session_id), cache, layout, decode, encode, training, exits, urgent)
-
-
-def merged_work(
-    peer: str,
-    session_id: bytes,
-    cache: SessionCache,
-    layout: StepLayout,
-    payloads: Sequence[Bytes],
-    rows: Sequence[Sequence[int]],
-    wire: WireFormat,
-    dtype: str,
-    reply_wire: WireFormat,
-    urgent: bool,
-) -> ForwardWork:
-    """Several steps of a session as one. Its result's payload is that of the steps, one after the other.
-
-    Args:
-        payloads: inputs of each step.
-        rows: for each step, where its packed tokens lie among those of `layout`.
-    """
-    model = cache.model
-
-    def indices() -> list[torch.Tensor]:  # a copy to the device, for which only the compute thread may wait
-        return [torch.tensor(one, dtype=torch.long, device=model.device) for one in rows]
-
-    def decode() -> torch.Tensor:
-        inputs_NH: torch.Tensor | None = None
-        for payload, index_T in zip(payloads, indices(), strict=True):
-            step_TH = decode_tensor(payload, len(index_T), model.hidden_size, wire, dtype, model.device)
-            if inputs_NH is None:
-                inputs_NH = step_TH.new_empty(layout.tokens, model.hidden_size)
-            inputs_NH[index_T] = step_TH
-        assert inputs_NH is not None
-        return inputs_NH
-
-    def encode(output_NH: torch.Tensor) -> Bytes:
-        return b"".join(encode_tensor(output_NH[index_T], reply_wire) for index_T in indices())
-
-    return ForwardWork(peer, (peer, session_id), cache, layout, decode, encode, urgent=urgent)
 
 
 def backward_work(

@@ -91,7 +91,6 @@ class QueuedRequest:
         is_short: a decode step rather than a prompt.
         computation: once it has started.
         compute_seconds: time spent in the blocks so far.
-        is_awaited: someone waits for it since it came, although it was not urgent.
     """
 
     number: int
@@ -104,12 +103,11 @@ class QueuedRequest:
     is_short: bool
     computation: StepComputation | None = None
     compute_seconds: float = 0.0
-    is_awaited: bool = False
 
     @property
     def is_urgent(self) -> bool:
         """A client waits for it, or it has begun: it lets others go first only once."""
-        return self.request.urgent or self.is_awaited or self.computation is not None
+        return self.request.urgent or self.computation is not None
 
     @property
     def tokens_left(self) -> int:
@@ -211,14 +209,6 @@ class Engine:
             self._post_iteration()
         queued.future.add_done_callback(partial(self._on_settled, queued))
         return queued.future
-
-    def expedite(self, future: asyncio.Future[ComputeResult]) -> None:
-        """Someone waits for a request that was not urgent when it was submitted."""
-        with self._lock:
-            for queued in self._waiting():
-                if queued.future is future:
-                    queued.is_awaited = True
-            self._lock.notify()
 
     def _on_settled(self, queued: QueuedRequest, future: asyncio.Future[ComputeResult]) -> None:
         if not future.cancelled() and future.exception() is None:

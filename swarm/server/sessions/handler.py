@@ -82,7 +82,7 @@ class MessageHandler:
         store = adapters if adapters is not None else AdapterStore(time.monotonic)
         self._steps = SessionSteps(sessions, engine, self._validator, self._observer)
         self._unanswered = UnansweredRequests()
-        self._pushed = PushedSteps(network, sessions, self._steps, self._replies, self._unanswered)
+        self._pushed = PushedSteps(network, sessions, self._steps, self._replies)
         self._stateless = StatelessRequests(model, self._validator, engine, store)
         self._memory = RequestMemory(model, self._limits, store, sessions.standing, self._observer)
         self._notices: set[asyncio.Task[None]] = set()
@@ -222,10 +222,7 @@ class MessageHandler:
                 self._pushed.set_neighbors(state.require_session(), message)
                 return None, b""
             case messages.GiveUp():
-                self._pushed.give_up(state.require_session(), message)
-                return None, b""
-            case messages.Expedite():
-                self._pushed.expedite(state.require_session(), message)
+                state.require_session().give_up(message.first, message.end)
                 return None, b""
             case messages.CloseSession():
                 if state.session is not None:

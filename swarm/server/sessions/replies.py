@@ -9,6 +9,7 @@ from swarm.errors import ProtocolViolation, RemoteError, ServerFault
 from swarm.metrics.server import ServerObserver
 from swarm.protocol import messages
 from swarm.server.compute.compute_request import Bytes
+from swarm.server.sessions.pushing.push_link import PUSHED_REPLY_DELAY_S
 from swarm.server.sessions.reply_stream import ReplyStream
 from swarm.server.sessions.session import Session
 
@@ -63,8 +64,8 @@ class Replies:
             session: that of the answer; None if it need not wait.
         """
         link = session.push_link if session is not None else None
-        if isinstance(reply, messages.StepReply) and reply.pushed and link is not None and link.reply_delay_s:
-            await stream.send_later(link.reply_delay_s, reply, payload)
+        if isinstance(reply, messages.StepReply) and reply.pushed and link is not None:
+            await stream.send_later(PUSHED_REPLY_DELAY_S, reply, payload)
         else:
             await stream.send(reply, payload)
         self._observer.payload_sent(len(payload))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -13,9 +12,7 @@ from swarm.errors import WrongPosition
 from swarm.models.execution.session_cache import SessionCache
 from swarm.protocol.messages import StepReply, StepRequest
 from swarm.server.compute.compute_request import ComputeResult
-from swarm.server.sessions.pushing.local_push_link import LocalPushLink
 from swarm.server.sessions.pushing.push_link import PushLink
-from swarm.server.sessions.pushing.step_merging import is_urgent, may_wait
 from swarm.server.sessions.reply_stream import ReplyStream
 
 LINK_TIMEOUT_S = 2.0
@@ -72,20 +69,16 @@ class Session:
         next_step: the smallest number that the next step may have. (A step that its client gave up leaves a gap.)
         epoch: the epoch of the step before (see `StepRequest`).
         given_up: numbers of steps that need not be computed.
-        awaited: number of the last step for which the client has said that it waits (see `Expedite`); -1 if none.
-        last: replies to the step before, or to the steps that were computed as one, by number.
+        last: the reply to the step before; None if there is none.
         sequences: number of sequences for which cache is reserved.
         attached: number of open connections that use the session.
         client: the newest of them, to which replies to pushed steps go.
         previous_peer: the peer that may push steps into the session, besides the client itself.
         push_sequences: number of sequences that its steps may bring, if the session has fewer.
         push_link: the link to the next server.
-        fed_by: the link from the session before, if that is at this server: the one that may hold steps.
-        lock: held by the step that is being answered, or the steps that are computed as one. One that was given up may
-            still be computed, and its tokens be cached, after it has released the lock; the engine starts the next step
-            after that, which sets them back.
-        computing: numbers and result of that step, or of the steps that are computed as one, while the engine has it.
-            A replay has no number.
+        lock: held by the step that is being answered. One that was given up may still be computed, and its tokens be
+            cached, after it has released the lock; the engine starts the next step after that, which sets them back.
+        computing: number and result of that step while the engine has it. A replay has no number.
         reserving: held while cache is reserved, so that two connections never reserve the same sequences twice.
     """
 
@@ -96,17 +89,15 @@ class Session:
         self.next_step = 0
         self.epoch = 0
         self.given_up = range(0)
-        self.awaited = -1
-        self.last: dict[int, KeptReply] = {}
+        self.last: KeptReply | None = None
         self.sequences = 0
         self.attached = 0
         self.client: ReplyStream | None = None
         self.previous_peer: str | None = None
         self.push_sequences = 1
-        self.push_link: PushLink | LocalPushLink | None = None
-        self.fed_by: LocalPushLink | None = None
+        self.push_link: PushLink | None = None
         self.lock = asyncio.Lock()
-        self.computing: tuple[range, asyncio.Future[ComputeResult]] | None = None
+        self.computing: tuple[int | None, asyncio.Future[ComputeResult]] | None = None
         self.reserving = asyncio.Lock()
         self._push_allowed = asyncio.Event()
 
@@ -123,15 +114,12 @@ class Session:
     def give_up(self, first: int, end: int) -> None:
         """Drop the steps from number `first` up to, but without, `end`.
 
-        The iteration that computes one of them is finished, and may cache its tokens, but the step is not answered. So
-        are steps that are computed as one with others that are still wanted.
+        The iteration that computes one of them is finished, and may cache its tokens, but the step is not answered.
         """
         continues = first <= self.given_up.stop
         self.given_up = range(min(first, self.given_up.start) if continues and self.given_up else first, end)
-        if self.computing is not None:
-            numbers, _ = self.computing
-            if numbers and numbers[0] in self.given_up and numbers[-1] in self.given_up:
-                self.abandon_step()
+        if self.computing is not None and self.has_given_up(self.computing[0]):
+            self.abandon_step()
 
     def has_given_up(self, number: int | None) -> bool:
         """Whether a step need not be computed; `number` is None for a replay, which always has to be.
@@ -146,13 +134,8 @@ class Session:
             self.computing[1].set_exception(StepGivenUp())
 
     def is_urgent(self, step: StepRequest) -> bool:
-        """Whether the client waits for what these blocks make of a step."""
-        return is_urgent(step, self.terms.span.start) or step.step <= self.awaited
-
-    def holds_back(self, steps: Sequence[StepRequest]) -> bool:
-        """Whether steps of the session can wait for others, to be computed with them as one."""
-        is_wanted = not any(step.step in self.given_up for step in steps)
-        return is_wanted and may_wait(steps, self.terms.span.start, self.awaited)
+        """Whether the client waits for what these blocks make of a step: its token cannot leave before them."""
+        return step.exit_block is None or self.terms.span.start < step.exit_block
 
     def allow_push_from(self, peer_id: str | None, sequences: int = 1) -> None:
         """Accept pushed steps from this peer and from no other, of so many sequences."""

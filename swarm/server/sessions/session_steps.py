@@ -2,37 +2,29 @@
 
 from __future__ import annotations
 
-import asyncio
-import itertools
 import logging
-from collections.abc import Sequence
 from functools import partial
 
 import msgspec
 
 from swarm.common.dtypes import dtype_name
 from swarm.common.large_payloads import run_large
-from swarm.common.warn_once import WarnOnce
 from swarm.data_structures import ExitThresholds, StepLayout, WireFormat
-from swarm.errors import CacheFull, RemoteError, ServerClosing, WrongPosition
+from swarm.errors import CacheFull, ServerClosing, WrongPosition
 from swarm.metrics.server import ServerObserver
 from swarm.models.execution.span_pass import StepExits
 from swarm.protocol import messages
-from swarm.protocol.compression import is_finite, payload_bytes
+from swarm.protocol.compression import is_finite
 from swarm.protocol.input_checksum import input_checksum
 from swarm.server.compute import compute_request
 from swarm.server.compute.compute_request import Bytes, ComputeResult
 from swarm.server.compute.engine import Engine
 from swarm.server.compute.not_finite import warn_of_not_finite
-from swarm.server.sessions.pushing.step_merging import MergedSteps
 from swarm.server.sessions.request_validation import RequestValidator
 from swarm.server.sessions.session import KeptReply, Session, StepGivenUp
 from swarm.server.sessions.session_table import SessionTable
 
 logger = logging.getLogger(__name__)
-
-StepOutcome = tuple[messages.StepReply | WrongPosition | None, Bytes]
-"""What comes of a step: its reply and outputs, why it is refused, or None if it is dropped without an answer."""
 
 
 class SessionSteps:
@@ -50,7 +42,6 @@ class SessionSteps:
         self._engine = engine
         self._validator = validator
         self._observer = observer
-        self._warn_once = WarnOnce(logger)
         self._warned_of_nan = False
 
     async def run_step(
@@ -58,13 +49,12 @@ class SessionSteps:
     ) -> tuple[messages.StepReply | None, Bytes]:
         """Compute a step, push its outputs to the next server, and return the reply for the client.
 
-        If the client asks again for the last step, or for one of those computed as one, it gets the reply that was
-        kept.
+        If the client asks again for the last step, it gets the reply that was kept.
         """
         checksum = await _checksum(message, payload)
         async with session.lock:
-            kept = session.last.get(message.step)
-            if kept is not None and checksum == kept.reply.input_checksum:
+            kept = session.last
+            if kept is not None and (message.step, checksum) == (kept.reply.step, kept.reply.input_checksum):
                 # The reply was lost, or both the client and the previous server have delivered the step.
                 return (kept.reply, kept.payload) if asked_by_client else (None, b"")
             if message.step < session.next_step and not asked_by_client:
@@ -87,44 +77,8 @@ class SessionSteps:
             except StepGivenUp:
                 return None, b""
             self._observer.tokens_left(block for block in result.left if block > session.terms.span.start)
-            session.last = {}
-            reply = _note_computed(session, message, checksum, result, result.payload)
-        return await self.push_outputs(session, message, reply, result.payload), result.payload
-
-    async def run_merged(
-        self, session: Session, steps: Sequence[tuple[messages.StepRequest, Bytes]]
-    ) -> list[StepOutcome] | None:
-        """Compute pushed steps as one, if `mergeable` allows it; what has come of each. The outputs are not pushed on.
-
-        The outcomes are those of `run_step`, one step after the other, and so is what the session remembers. None if
-        there may be more to say about some of them than that; then nothing has happened.
-        """
-        checksums = [await _checksum(message, payload) for message, payload in steps]
-        async with session.lock:
-            merged = await self._merge(session, steps)
-            if merged is None:
-                return None
-            first, last = steps[0][0].step, steps[-1][0].step
-            result = await self._compute_merged(session, steps, merged)
-            if result is None:
-                is_given_up = first in session.given_up and last in session.given_up
-                return [(None, b"")] * len(steps) if is_given_up else None
-            if first not in session.given_up:
-                session.last = {}
-            outcomes: list[StepOutcome] = []
-            missing: int | None = None
-            outputs = self._split(session, merged, result)
-            for (message, _), checksum, output in zip(steps, checksums, outputs, strict=True):
-                if message.step in session.given_up:
-                    missing = message.step
-                    outcomes.append((None, b""))
-                elif missing is not None:
-                    refusal = f"step {message.step} continues step {missing}, which was given up"
-                    outcomes.append((WrongPosition(refusal), b""))
-                else:
-                    reply = _note_computed(session, message, checksum, result, output)
-                    outcomes.append((reply, output))
-            return outcomes
+            reply = _note_computed(session, message, checksum, result)
+        return await self._push_outputs(session, message, reply, result.payload), result.payload
 
     async def run_replay(
         self, session: Session, message: messages.ReplayRequest, payload: Bytes
@@ -142,20 +96,12 @@ class SessionSteps:
             except StepGivenUp:  # the session was closed meanwhile
                 self._sessions.require_open(session)
                 raise
-            session.last = {}
+            session.last = None
             session.next_step, session.epoch = message.next_step, message.epoch
             session.given_up = range(0)
             return messages.ReplayReply(reply_format, _dtype(session), result.milliseconds, checksum), result.payload
 
-    def expedite(self, session: Session, last: int) -> None:
-        """The client waits for the steps up to number `last` now: also for those that are in the engine already."""
-        session.awaited = max(session.awaited, last)
-        if session.computing is not None:
-            numbers, computing = session.computing
-            if numbers.start <= last:
-                self._engine.expedite(computing)
-
-    async def push_outputs(
+    async def _push_outputs(
         self, session: Session, message: messages.StepRequest, reply: messages.StepReply, output: Bytes
     ) -> messages.StepReply:
         """Push before replying, because the next server waits for the outputs; the client only keeps a copy."""
@@ -220,7 +166,7 @@ class SessionSteps:
             urgent=not isinstance(message, messages.StepRequest) or session.is_urgent(message),
         )
         computing = self._engine.submit(work)
-        session.computing = range(number, number + 1) if number is not None else range(0), computing
+        session.computing = number, computing
         try:
             result = await computing
         finally:
@@ -233,67 +179,6 @@ class SessionSteps:
                 self._engine.compute_thread.post(job)
         return result
 
-    async def _merge(self, session: Session, steps: Sequence[tuple[messages.StepRequest, Bytes]]) -> MergedSteps | None:
-        """How these steps are computed as one; None if one of them may have to be refused, dropped, or wait for cache.
-
-        The caller holds the session's lock.
-        """
-        first = steps[0][0]
-        comes_next = first.step >= session.next_step and first.epoch in (first.step, session.epoch)
-        comes_next = comes_next and (first.follows is None or first.follows < session.next_step)
-        if self.closed or not comes_next or any(message.step in session.given_up for message, _ in steps):
-            return None
-        try:
-            for message, payload in steps:
-                layout = self._validator.validate_layout(message)
-                await self._validator.validate_payload(layout.tokens, message.format, message.dtype, payload)
-            self._sessions.require_open(session)
-            merged = MergedSteps.of([message for message, _ in steps])
-            self._validator.validate_length(merged.layout, session.terms.max_length)
-            session.cache.validate_layout(merged.layout)
-        except RemoteError:
-            return None
-        return merged if merged.layout.sequences <= session.sequences else None
-
-    async def _compute_merged(
-        self, session: Session, steps: Sequence[tuple[messages.StepRequest, Bytes]], merged: MergedSteps
-    ) -> ComputeResult | None:
-        """The outputs of steps that are computed as one; None if that failed, or all of them were given up."""
-        first, last = steps[0][0], steps[-1][0]
-        self._sessions.note_use(session)
-        work = compute_request.merged_work(
-            session.terms.peer_id,
-            session.terms.session_id,
-            session.cache,
-            merged.layout,
-            [payload for _, payload in steps],
-            merged.rows,
-            first.format,
-            first.dtype,
-            session.terms.reply_format,
-            urgent=any(session.is_urgent(message) for message, _ in steps),
-        )
-        computing = self._engine.submit(work)
-        session.computing = range(first.step, last.step + 1), computing
-        try:
-            await asyncio.wait([computing])
-        finally:
-            session.computing = None
-        error = computing.exception()
-        if error is None:
-            return computing.result()
-        if not isinstance(error, StepGivenUp):
-            kind = type(error).__name__
-            self._warn_once(f"computing steps as one failed with {kind}; they are computed one by one", error)
-        return None
-
-    def _split(self, session: Session, merged: MergedSteps, result: ComputeResult) -> list[memoryview]:
-        """The payloads of steps that were computed as one."""
-        values, wire = session.cache.model.hidden_size, session.terms.reply_format
-        lengths = [payload_bytes(len(rows) * values, wire, _dtype(session)) for rows in merged.rows]
-        whole = memoryview(result.payload)
-        return [whole[end - length : end] for end, length in zip(itertools.accumulate(lengths), lengths, strict=True)]
-
     def _require_not_closed(self) -> None:
         if self.closed:
             raise ServerClosing("this server is leaving; use another one")
@@ -304,13 +189,13 @@ async def _checksum(message: messages.StepRequest | messages.ReplayRequest, payl
 
 
 def _note_computed(
-    session: Session, message: messages.StepRequest, checksum: bytes, result: ComputeResult, output: Bytes
+    session: Session, message: messages.StepRequest, checksum: bytes, result: ComputeResult
 ) -> messages.StepReply:
     """The reply to a step. The session remembers it, and that the step was computed."""
     left = list(result.left) if any(result.left) else None
     reply_format = session.terms.reply_format
     reply = messages.StepReply(message.step, reply_format, _dtype(session), result.milliseconds, checksum, left=left)
-    session.last[message.step] = KeptReply(reply, output)
+    session.last = KeptReply(reply, result.payload)
     session.next_step, session.epoch = message.step + 1, message.epoch
     return reply
 

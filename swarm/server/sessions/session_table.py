@@ -129,21 +129,16 @@ class SessionTable:
         """The session that a client has under this id."""
         return self._sessions.get((client, session_id))
 
-    async def find_for_push(
-        self, previous_peer: str, client: str, session_id: bytes, sequences: int = 1, *, is_own: bool = False
-    ) -> Session:
+    async def find_for_push(self, previous_peer: str, client: str, session_id: bytes, sequences: int = 1) -> Session:
         """The session of `client` into which `previous_peer` may push a step of so many sequences.
 
         Raises `UnknownSession`, after the same time whether there is no such session, or the peer may not push there:
         it learns nothing about it.
-
-        Args:
-            is_own: another session of this server pushes, from which there is nothing to hide.
         """
         session = self.find(client, session_id)
         if session is not None and await session.may_push(previous_peer, sequences):
             return session
-        if session is None and not is_own:
+        if session is None:
             await asyncio.sleep(LINK_TIMEOUT_S)
         raise UnknownSession("there is no session here into which this peer may push")
 
@@ -260,11 +255,9 @@ class SessionTable:
             return False
         del self._sessions[session.key]
         session.close_push_link()
-        if session.fed_by is not None:  # it asks this session what to hold, also if its client opens another like it
-            session.fed_by.close()
         session.abandon_step()  # before others get its cache
         session.cache.clear()  # its connection may stay open and keep the session in memory
-        session.last.clear()
+        session.last = None
         self._allocator.release(session)
         self._report()
         return True

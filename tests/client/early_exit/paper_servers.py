@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-
 from swarm.client.early_exit.group_size import GroupMeter
 
 

@@ -32,9 +32,6 @@ once, the copy would delay this push (by a quarter, on one machine) and those of
 class PushLink:
     """One session's connection from this server to the next one.
 
-    Attributes:
-        reply_delay_s: how long the client's copy of outputs that were pushed waits.
-
     Args:
         network: this server's end of the network.
         client: peer id of the session's client.
@@ -42,8 +39,6 @@ class PushLink:
         session_id: the session there.
         dial: ends when the next server is reached, or cannot be.
     """
-
-    reply_delay_s = PUSHED_REPLY_DELAY_S
 
     def __init__(self, network: Network, client: str, peer_id: str, session_id: bytes, dial: Dial) -> None:
         self._client = client
