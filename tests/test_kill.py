@@ -20,7 +20,7 @@ from transformers import StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
 from swarm import EarlyExit
-from swarm.client.chain.asking import Asking
+from swarm.client.chain.late import Standbys
 from swarm.client.hops.hop_session import HopSession
 from swarm.client.session import InferenceSession
 from swarm.errors import MissingBlocks
@@ -169,7 +169,7 @@ def in_step(number: int, event: Event, blocks: tuple[int, ...] = BLOCKS) -> Iter
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """No other server is asked beside one that is late, so routes change only where one is killed."""
-    monkeypatch.setattr(Asking, "_ask", lambda *args: None)
+    monkeypatch.setattr(Standbys, "_ask", lambda *args: None)
 
 
 @pytest.mark.slow

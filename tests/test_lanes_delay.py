@@ -15,7 +15,7 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from swarm.client.chain.chain import Chain
-from swarm.client.hops.session_constants import SessionContext
+from swarm.client.hops.hop_session import SessionContext
 from swarm.client.wire.request_options import RequestOptions
 from swarm.data_structures import Span, WireFormat
 from swarm.models.checkpoints.checkpoint import open_checkpoint

@@ -18,7 +18,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from swarm.client.chain.chain import Chain
-from swarm.client.hops.session_constants import SessionContext
+from swarm.client.hops.hop_session import SessionContext
 from swarm.client.wire.packed_hidden import PackedHidden
 from swarm.client.wire.request_options import RequestOptions
 from swarm.data_structures import Hop, Route, Span, StepLayout, WireFormat

@@ -29,7 +29,7 @@ from benchmarks.common.tables import spread
 from swarm import AutoDistributedModelForCausalLM, NetworkOptions
 from swarm.client import connection
 from swarm.client.chain.chain import Chain
-from swarm.client.hops.session_constants import SessionContext
+from swarm.client.hops.hop_session import SessionContext
 from swarm.client.wire.packed_hidden import PackedHidden
 from swarm.client.wire.request_options import RequestOptions
 from swarm.common.version import VERSION

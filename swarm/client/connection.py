@@ -11,7 +11,7 @@ from swarm.client.batches.forward_pass import PassContext
 from swarm.client.batches.hop_requests import HopRequester
 from swarm.client.chain.chain import Chain
 from swarm.client.config import ClientConfig, ModelIdentity
-from swarm.client.hops.session_constants import SessionContext
+from swarm.client.hops.hop_session import SessionContext
 from swarm.client.local_blocks import LocalBlocks
 from swarm.client.routes.events import EventListener, broadcast
 from swarm.client.routes.route_planner import RoutePlanner

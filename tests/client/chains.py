@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from swarm.client.chain.chain import Chain
-from swarm.client.hops.session_constants import SessionContext
+from swarm.client.hops.hop_session import SessionContext
 from swarm.client.routes.events import SessionEvent
 from swarm.client.wire.packed_hidden import PackedHidden
 from swarm.client.wire.request_options import RequestOptions

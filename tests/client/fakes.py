@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from swarm.client.hops.session_constants import SessionContext
+from swarm.client.hops.hop_session import SessionContext
 from swarm.client.wire.adapter_upload import AdapterUpload
 from swarm.client.wire.packed_hidden import PackedHidden
 from swarm.client.wire.request_options import RequestOptions

@@ -14,7 +14,7 @@ import torch
 import uvloop
 
 from swarm.client.chain.chain import Chain
-from swarm.client.hops.session_constants import SessionContext
+from swarm.client.hops.hop_session import SessionContext
 from swarm.client.wire.packed_hidden import PackedHidden
 from swarm.client.wire.request_options import RequestOptions
 from swarm.data_structures import ServerState, Span, StepLayout, WireFormat

@@ -1,7 +1,7 @@
 """An open session over all hops of a route. Runs in the network loop; handles bytes, not tensors.
 
 The first server is handed each step; the others get it from the server before. Every server also answers this client,
-so that the history of each hop is complete (`swarm.client.chain.failover` depends on it). `next_action` decides what to
+so that the history of each hop is complete (a failover depends on it). `next_action` decides what to
 do next; here it is done.
 
 Several steps may be under way at once if each only continues the one before: the chunks of a prompt, or tokens that are
@@ -19,15 +19,14 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 
-from swarm.client.chain.blame import checked_up_to
 from swarm.client.chain.linked_hops import LinkedHops
 from swarm.client.chain.next_action import Deliver, Finished, Repair, WaitUntil, next_action
 from swarm.client.chain.prompt_chunks import max_chunks_in_flight
 from swarm.client.chain.steps_under_way import StepsUnderWay
-from swarm.client.hops.awaited_steps import NO_STEP
-from swarm.client.hops.hop_session import HopSession
+from swarm.client.hops.blame import checked_up_to
+from swarm.client.hops.hop_progress import NO_STEP
+from swarm.client.hops.hop_session import HopSession, SessionContext
 from swarm.client.hops.input_history import Step
-from swarm.client.hops.session_constants import SessionContext
 from swarm.client.routes.events import SessionEvent
 from swarm.client.wire.packed_hidden import PackedHidden
 from swarm.client.wire.reply_checks import describe_hop
@@ -66,7 +65,7 @@ class Chain:
     @property
     def is_open(self) -> bool:
         """Whether servers keep the session."""
-        return bool(self._hops) and not self._closed
+        return bool(self._hops.hops) and not self._closed
 
     @property
     def next_number(self) -> int:
@@ -131,7 +130,7 @@ class Chain:
 
     def inputs(self) -> list[tuple[PackedHidden, StepLayout]]:
         """Steps that bring another chain to where this one is, while none is under way."""
-        return [(hidden, layout) for layout, hidden in self._hops[0].history.replay(self.next_number - 1)]
+        return [(hidden, layout) for layout, hidden in self._hops.hops[0].history.replay(self.next_number - 1)]
 
     async def begin(
         self, hidden: PackedHidden, layout: StepLayout, exits: ExitTerms | None = None, exit_block: int | None = None
@@ -153,7 +152,7 @@ class Chain:
         await self._hops.allow_rows(layout.sequences)
         (number,) = self._take_in(parts, MAX_STEPS_UNDER_WAY, exits, exit_block)
         try:
-            await self._advance(lambda: self._hops[0].progress.is_handed(number), patient=False)
+            await self._advance(lambda: self._hops.hops[0].progress.is_handed(number), patient=False)
         except BaseException:
             self.give_up_after(number - 1)
             raise
@@ -185,7 +184,8 @@ class Chain:
         """The steps up to `number` are answered, and stand: they will not be given up any more."""
         self._refillable = max(self._refillable, number)
         self._hops.on_settled()
-        self._outputs = {later: outputs for later, outputs in self._outputs.items() if later > number}
+        for done in [done for done in self._outputs if done <= number]:
+            del self._outputs[done]
         self._forget_answered(number)
 
     async def give_up_under_way(self, after: int) -> None:
@@ -193,7 +193,7 @@ class Chain:
         end = self.next_number
         self.give_up_after(after)
         if end > after + 1:
-            await asyncio.gather(*(hop.announce_given_up(after + 1, end) for hop in list(self._hops)[1:]))
+            await asyncio.gather(*(hop.announce_given_up(after + 1, end) for hop in self._hops.hops[1:]))
 
     def report(self, event: SessionEvent) -> None:
         """Tell the listeners of the session."""
@@ -201,9 +201,9 @@ class Chain:
 
     async def resume(self) -> None:
         """Replace the servers that were lost now, instead of at the next step. Raises `MissingBlocks`."""
-        for hop in list(self._hops):
-            if hop in self._hops and (hop.progress.error is not None or hop.progress.leaving is not None):
-                await self._repair(list(self._hops).index(hop))
+        for hop in list(self._hops.hops):
+            if hop in self._hops.hops and (hop.progress.error is not None or hop.progress.leaving is not None):
+                await self._repair(self._hops.hops.index(hop))
 
     async def close(self) -> None:
         """Free the session on all servers."""
@@ -232,13 +232,14 @@ class Chain:
             # Whatever becomes of them: a later step sets back by itself what it does not continue.
             self._refillable = steps[-1].number
         self._window = window
-        for hop in self._hops:
+        hops = self._hops.hops
+        for hop in hops:
             hop.progress.on_call_begun(steps[0].number)
         for step in steps:
             outputs = step.outputs
-            for hop in self._hops:
+            for hop in hops:
                 hop.expect(step.number, outputs)
-            self._hops[0].add_input(step)
+            hops[0].add_input(step)
         return range(steps[0].number, self.next_number)
 
     async def _advance(
@@ -257,8 +258,9 @@ class Chain:
         self._everywhere = everywhere
         while not ready():
             self._changed.clear()
-            await self._hops.let_standby_in(self._window > 1)
-            progress = [hop.progress for hop in self._hops]
+            if self._hops.standbys.current is not None:
+                await self._hops.replace_late(self._window > 1)
+            progress = [hop.progress for hop in self._hops.hops]
             action = next_action(
                 progress,
                 list(self._under_way.steps),
@@ -272,7 +274,7 @@ class Chain:
                 case Deliver(index, number):
                     await self._hops.deliver(index, number, self._window > 1, self._changed, self._refillable)
                 case Repair(index, overdue):
-                    hop = self._hops[index]
+                    hop = self._hops.hops[index]
                     if overdue:
                         hop.progress.on_failed(PeerTimeout(f"{describe_hop(hop.hop)} has not answered in time"))
                     await self._repair(index)
@@ -287,10 +289,12 @@ class Chain:
     def _on_reply(self, hop: HopSession, number: int, outputs: PackedHidden) -> None:
         """A hop has answered: its outputs are what goes into the next one."""
         step = self._under_way.steps.get(number)
-        if step is None or hop not in self._hops:
+        hops = self._hops.hops
+        if step is None or hop not in hops:
             self._on_change()
             return
-        following = self._hops.behind(hop)
+        behind = hops.index(hop) + 1
+        following = hops[behind] if behind < len(hops) else None
         if following is None:
             self._outputs[number] = outputs
         else:
@@ -304,7 +308,9 @@ class Chain:
         following.add_input(step)
         if hop.progress.last_was_pushed:
             # A server that has missed the step before refuses what is pushed to it: do not wait for that.
-            before = max((earlier for earlier in self._under_way.steps if earlier < step.number), default=NO_STEP)
+            before = NO_STEP
+            for earlier in self._under_way.steps:
+                before = earlier if earlier < step.number else before
             reliable = hop.progress.pushes_onward and following.progress.is_handed(before)
             following.progress.on_pushed(step.number, reliable, time.perf_counter())
 
@@ -321,15 +327,17 @@ class Chain:
         is_right = True
         while not self._closed and (finding := self._hops.next_finding()) is not None:
             is_right = False
-            if self._hops[-1].misled:
+            if self._hops.hops[-1].misled:
                 self._outputs = {number: one for number, one in self._outputs.items() if number < finding.number}
         return is_right
 
     def _forget_answered(self, settled: int) -> None:
         """Settled steps that all hops have answered matter only as a part of the histories."""
-        done = min(self._hops.asking.unneeded(settled), *(checked_up_to(hop) for hop in self._hops))
+        done = self._hops.standbys.unneeded(settled)
+        for hop in self._hops.hops:
+            done = min(done, checked_up_to(hop))
         self._under_way.forget(done)
-        for hop in self._hops:
+        for hop in self._hops.hops:
             hop.history.fold_if_long(done)
 
     def give_up_after(self, after: int) -> None:
@@ -338,9 +346,9 @@ class Chain:
         The next step gets a new number and sets its sequences back to where they go on. What these steps copied about
         cannot be set back, so then every cache is filled again.
         """
-        self._hops.asking.drop()
+        self._hops.standbys.drop()
         given_up = self._under_way.give_up_after(after)
         self._outputs = {number: outputs for number, outputs in self._outputs.items() if number <= after}
         copied_rows = any(step.layout.sources is not None for step in given_up)
-        for hop in self._hops:
-            hop.give_up(after, self.next_number - 1, copied_rows)
+        for hop in self._hops.hops:
+            hop.give_up(after, copied_rows)

@@ -6,10 +6,9 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from swarm.client.hops.awaited_steps import NO_STEP
-from swarm.client.hops.hop_session import HopSession
+from swarm.client.hops.hop_progress import NO_STEP
+from swarm.client.hops.hop_session import HopSession, SessionContext
 from swarm.client.hops.input_history import InputHistory
-from swarm.client.hops.session_constants import SessionContext
 from swarm.client.routes.events import Replayed
 from swarm.client.routes.route_source import MIN_ROUTES_TRIED, MissingBlocksWait, is_worth_another_server, not_finite
 from swarm.client.wire.packed_hidden import PackedHidden
@@ -157,6 +156,12 @@ class HopOpener:
 def route_of(hops: Sequence[HopSession]) -> Route:
     """The servers of successive hops."""
     return Route(tuple(hop.hop for hop in hops))
+
+
+def neighbors_of(hops: Sequence[HopSession], which: range) -> tuple[str | None, str | None]:
+    """Peer ids of the servers before and behind some hops; None for this client."""
+    before = hops[which.start - 1].peer_id if which.start else None
+    return before, hops[which.stop].peer_id if which.stop < len(hops) else None
 
 
 def joined_span(hops: Sequence[HopSession]) -> Span:

@@ -1,4 +1,17 @@
-"""The hops of one session, in the order of its route: how they are linked, repaired and replaced."""
+"""The hops of one session, in the order of its route: how they are linked, repaired and replaced.
+
+Another server takes the place of one that was lost, in the middle of a session (Petals, section 3.2). The blocks of the
+lost server are routed again, perhaps cut differently; the history of what went into them is replayed to the new
+servers, which then have the same caches; the servers before and behind are told their new neighbors. No other server of
+the route starts again.
+
+Laws:
+- The step that was running is delivered again. Servers recognize a step that they have seen, so it is computed once.
+- A server that failed is reported to the route source, which keeps it out of routes for a while.
+- When no server holds the blocks, the session waits for one; after `RouteSource.missing_blocks_timeout` it is an error.
+- A server that is only late is replaced before it is given up, and not blamed (`late`).
+- A server whose answer is wrong begins again, or is replaced (`swarm.client.hops.blame`).
+"""
 
 from __future__ import annotations
 
@@ -8,30 +21,39 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 
-from swarm.client.chain.alarm import Alarm
-from swarm.client.chain.asking import Asking
-from swarm.client.chain.blame import Finding, Verdict, checked_up_to, first_finding
-from swarm.client.chain.failover import Failover
-from swarm.client.chain.hop_opening import CacheContents, HopOpener, close_all, joined_span
+from swarm.client.chain.hop_opening import CacheContents, HopOpener, close_all, joined_span, neighbors_of, route_of
+from swarm.client.chain.late import Alarm, Standby, Standbys
 from swarm.client.chain.next_action import goes_on_alone
-from swarm.client.chain.patience import none_late_before
-from swarm.client.chain.standby import Standby
 from swarm.client.chain.steps_under_way import StepsUnderWay
-from swarm.client.hops.hop_session import HopSession
-from swarm.client.hops.session_constants import SessionContext
-from swarm.client.routes.events import HopLost
+from swarm.client.hops.blame import Finding, Verdict, checked_up_to, first_finding
+from swarm.client.hops.hop_session import HopSession, SessionContext
+from swarm.client.routes.events import HopLost, Recovered, RouteTaken
 from swarm.client.routes.route_source import is_worth_another_server, not_finite
 from swarm.client.wire.packed_hidden import PackedHidden
 from swarm.client.wire.reply_checks import describe_hop
+from swarm.common.kept_errors import without_frames
 from swarm.common.weak_callback import weak_callback
 from swarm.data_structures import HopTiming, Route
-from swarm.errors import NotFiniteOutputs, PeerTimeout, ProtocolViolation, SuspectOutputs
+from swarm.errors import (
+    CacheFull,
+    MissingBlocks,
+    NotFiniteOutputs,
+    PeerLost,
+    PeerTimeout,
+    ProtocolViolation,
+    RemoteError,
+    SuspectOutputs,
+    UnknownSession,
+)
 from swarm.transport.stream import MAX_COALESCED_BYTES
 
 logger = logging.getLogger(__name__)
 
 CLIENT_STALL_S = 0.05
 """If a timer fires so much too late, it is this client that stood still, and not the servers."""
+
+RECONNECT_TIMEOUT_S = 0.5
+"""Seconds to find out whether only the connection was lost, not the server."""
 
 
 class LinkedHops:
@@ -43,7 +65,10 @@ class LinkedHops:
         on_reply, on_change: see `HopSession`.
 
     Attributes:
-        asking: other servers that are asked beside one that is late.
+        hops: in the order of the route.
+        route: the servers in use now.
+        standbys: other servers that are asked beside one that is late.
+        are_unlinked: whether some server does not push until the steps that are under way have come to their end.
     """
 
     def __init__(
@@ -53,18 +78,15 @@ class LinkedHops:
         on_reply: Callable[[HopSession, int, PackedHidden], None],
         on_change: Callable[[], None],
     ) -> None:
+        self.hops: list[HopSession] = []
+        self.route = Route()
+        self.are_unlinked = False
         self._context = context
+        self._routes = context.routes
         self._under_way = under_way
-        self._on_reply_of_hop = on_reply
-        self._on_change_of_hop = on_change
-        on_reply, on_change = weak_callback(self._on_reply, None), weak_callback(self._on_change, None)
         self._opener = HopOpener(context, on_reply, on_change)
-        self._failover = Failover(context, self._opener)
         contents, stop_pushes = weak_callback(self._contents), weak_callback(self.stop_pushes_to)
-        self.asking = Asking(context, self._opener, contents, on_change, stop_pushes)
-        self._hops: list[HopSession] = []
-        self._route = Route()
-        self._unlinked = False
+        self.standbys = Standbys(context, self._opener, contents, on_change, stop_pushes)
         self._rows = 1
         self._alarm = Alarm()
         """Ends `wait`."""
@@ -75,88 +97,158 @@ class LinkedHops:
         self._not_finite: NotFiniteOutputs | None = None
         """The last server that produced NaN or infinity: the error to raise if no other server does better."""
 
-    def __len__(self) -> int:
-        return len(self._hops)
-
     def __iter__(self) -> Iterator[HopSession]:
-        return iter(self._hops)
-
-    def __getitem__(self, index: int) -> HopSession:
-        return self._hops[index]
-
-    @property
-    def route(self) -> Route:
-        """The servers in use now."""
-        return self._route
+        return iter(self.hops)
 
     @property
     def timings(self) -> tuple[HopTiming, ...]:
         """Of the last step, one a hop; see `Chain.timings`."""
-        timings = (hop.progress.clock.timing for hop in self._hops)
+        timings = (hop.progress.clock.timing for hop in self.hops)
         return tuple(timing for timing in timings if timing is not None)
-
-    @property
-    def are_unlinked(self) -> bool:
-        """Whether some server does not push until the steps that are under way have come to their end."""
-        return self._unlinked
 
     @property
     def are_catching_up(self) -> bool:
         """Whether a hop that took a lost one's place lacks a step that had begun before."""
-        return any(hop.progress.replied < hop.progress.catch_up_to for hop in self._hops)
-
-    def behind(self, hop: HopSession) -> HopSession | None:
-        """The hop that takes what this one puts out; None for the last one. Raises `ValueError` for a former hop."""
-        index = self._hops.index(hop) + 1
-        return self._hops[index] if index < len(self._hops) else None
+        return any(hop.progress.replied < hop.progress.catch_up_to for hop in self.hops)
 
     def goes_on_alone(self, following: HopSession, number: int) -> bool:
         """Whether a step that the hop before `following` has just answered goes on by itself, if only the last hop is
         waited for. Then `wait` lasts until the next answer is late."""
         if not goes_on_alone(following.progress, number, self._under_way.next_number - 1):
             return False
-        late = none_late_before([hop.progress for hop in self._hops])
-        if self.asking.standby is not None or late <= time.perf_counter():
+        late = min([min(hop.progress.clock.late, hop.progress.clock.deadline) for hop in self.hops])
+        if self.standbys.current is not None or late <= time.perf_counter():
             return False
         self._alarm.move(late)
         return True
 
+    # Opening and linking
+
     async def open(self) -> None:
         """Find a route and reserve cache space on its servers. Raises `MissingBlocks` or a `RemoteError`."""
-        self._use(await self._failover.open(self._context.span))
+        hops = await self._opener.find(self._context.span, None, None, CacheContents())
+        self._use(hops)
+        try:
+            await self._link(range(len(hops)))
+        except BaseException:  # also when the user interrupts
+            self._use([])
+            await close_all(hops)
+            raise
+        self._report_route()
 
     async def close(self) -> None:
         """Free the session on all servers."""
-        await asyncio.gather(close_all(self._hops), self.asking.close())
+        await asyncio.gather(close_all(self.hops), self.standbys.close())
 
     async def link_again(self) -> None:
         """Let all servers push. Only while no step is under way."""
-        if self._unlinked:
-            self._unlinked = False
-            await self._failover.link(self._hops, range(len(self._hops)), self._rows)
+        if self.are_unlinked:
+            self.are_unlinked = False
+            await self._link(range(len(self.hops)))
 
     async def allow_rows(self, rows: int) -> None:
         """Let all servers push steps of so many rows. A server takes no more from another one than its client says."""
         if rows > self._rows:
             self._rows = rows
-            await asyncio.gather(*(hop.allow_rows(rows) for hop in self._hops))
+            await asyncio.gather(*(hop.allow_rows(rows) for hop in self.hops))
+
+    async def stop_pushes_to(self, index: int, several: bool = True) -> None:
+        """What was pushed to a hop did not arrive there, or was refused, so this client has to deliver it itself.
+
+        Which of the two servers is at fault cannot be known, so neither is blamed; but it happens once, not each step.
+        If several steps are under way it may just have missed one. Then they may try again afterwards.
+        """
+        self.are_unlinked = self.are_unlinked or several
+        self.hops[index].progress.on_pushes_stopped()
+        logger.debug("%s no longer pushes: a push failed", describe_hop(self.hops[index - 1].hop))
+        await self._link(range(index - 1, index), silent=index - 1)
+
+    async def _link(self, which: range, silent: int | None = None) -> None:
+        """Tell some servers their neighbors, as far as they should push to each other.
+
+        Args:
+            silent: the index of one that is told not to push.
+        """
+        if not self._context.options.push:
+            return
+        for index in which:
+            hop = self.hops[index]
+            before = self.hops[index - 1] if index else None
+            after = self.hops[index + 1] if index + 1 < len(self.hops) and index != silent else None
+            if before is not None and not self._may_push(before, hop):
+                before = None
+            if after is not None and not self._may_push(hop, after):
+                after = None
+            await hop.link(before, after, self._rows)
+
+    def _may_push(self, before: HopSession, after: HopSession) -> bool:
+        # No server connects to itself.
+        return before.peer_id != after.peer_id and self._routes.may_push(before.peer_id, after.peer_id)
+
+    def _use(self, hops: list[HopSession]) -> None:
+        """From now on the chain consists of these. The route is made here: it is asked for several times a step."""
+        self.hops = hops
+        self.route = route_of(hops)
+
+    def _report_route(self) -> None:
+        self._routes.report_route(self.route)
+        self._context.emit(RouteTaken(self.route))
+
+    # Steps
+
+    async def deliver(self, index: int, number: int, several: bool, changed: asyncio.Event, refillable: int) -> None:
+        """Hand a step over. If the server does not read it, others are asked meanwhile; see `repair` and `wait`."""
+        hop = self.hops[index]
+        if index and (number <= hop.progress.pushed or hop.progress.push_refused):
+            await self.stop_pushes_to(index, several)
+        step = hop.history.get(number)
+        if len(step.hidden.payload) <= MAX_COALESCED_BYTES:
+            await hop.deliver(step)
+            return
+        delivery = hop.begin_delivery(step)
+        delivery.add_done_callback(lambda _: changed.set())
+        while not delivery.done() and not self.standbys.is_ready:
+            await self.wait(changed, math.inf, refillable)
+            changed.clear()
+
+    async def wait(self, changed: asyncio.Event, until: float, refillable: int) -> None:
+        """Wait until `changed` is set, or until then. Where an answer is late, others are asked. How long the answers
+        before took is noted here, where there is time for it.
+
+        Args:
+            refillable: see `repair`.
+        """
+        self.standbys.look_around(self.hops, refillable)
+        late = await self.standbys.ask_if_late(self.hops, refillable)
+        if late is None:
+            return
+        self._alarm.start(min(until, late), changed.set)
+        try:
+            await changed.wait()
+        finally:
+            self._alarm.stop()
+        stood_still = time.perf_counter() - self._alarm.time
+        if stood_still > CLIENT_STALL_S:
+            for hop in self.hops:
+                hop.progress.clock.excuse(stood_still)
+            await asyncio.sleep(CLIENT_STALL_S)  # what has come meanwhile is read first
 
     def on_settled(self) -> None:
         """The steps so far are answered. If one was refused before, then by a server that alone thinks so."""
-        self.asking.allowance.on_answered()
+        self.standbys.allowance.on_answered()
         self._not_finite = None
         if self._refuser is not None:
-            self._context.routes.report_failure(*self._refuser)
+            self._routes.report_failure(*self._refuser)
             self._refuser = None
 
     def next_finding(self) -> Finding | None:
         """Compare what servers say that they have computed with what this client knows, and draw the consequences."""
-        finding = first_finding(self._hops)
+        finding = first_finding(self.hops)
         if finding is None:
             return None
-        self.asking.drop()
-        hop, behind, number = self._hops[finding.index], self._hops[finding.index + 1 :], finding.number
-        before = self._hops[finding.index - 1] if finding.index else hop
+        self.standbys.drop()
+        hop, behind, number = self.hops[finding.index], self.hops[finding.index + 1 :], finding.number
+        before = self.hops[finding.index - 1] if finding.index else hop
         logger.warning("step %d at %s: %s", number, describe_hop(hop.hop), finding.verdict.value)
         hop.mislead(number, keeps_inputs=True)
         suspect: HopSession | None = None
@@ -167,7 +259,7 @@ class LinkedHops:
                 why = finding.claim.error or "it computed something else than it was sent, as it says itself"
                 hop.progress.on_failed(ProtocolViolation(f"{describe_hop(hop.hop)}: {why}"))
             case Verdict.LINK:
-                self._context.routes.distrust_link(before.peer_id, hop.peer_id)
+                self._routes.distrust_link(before.peer_id, hop.peer_id)
             case Verdict.NONSENSE:
                 seen, self._nonsense = self._nonsense, (number, hop.peer_id)
                 suspect = hop
@@ -183,40 +275,86 @@ class LinkedHops:
                 one.mislead(number)
         return finding
 
-    def _use(self, hops: list[HopSession]) -> None:
-        """From now on the chain consists of these. The route is made here: it is asked for several times a step."""
-        self._hops = hops
-        self._route = Route(tuple(hop.hop for hop in hops))
+    # Failover
 
     async def repair(self, index: int, refillable: int, several: bool) -> None:
-        """Repair a hop, or put other servers in the place of its server. Raises its error if none would do better.
+        """Repair a hop, or put other servers in the place of its server. Raises its error if none would do better, or
+        `MissingBlocks`.
 
         Args:
+            index: the hop.
             refillable: the last step that caches are filled with; a later one may still be given up.
             several: whether several steps may be under way.
         """
-        progress = self._hops[index].progress
-        progress.on_departure_due()
-        if await self._repair_by_standby(index, several):
+        began = time.perf_counter()
+        hop = self.hops[index]
+        hop.progress.on_departure_due()
+        if await self._replace_by_standby(hop, several):
             return
         if await self._is_irreplaceable_suspect(index):
-            progress.take_error()  # so it begins again, and another server gets its outputs
+            hop.progress.take_error()  # so it begins again, and another server gets its outputs
         is_doubted = await self._is_doubted(index)
-        error = None if progress.replaced or is_doubted else progress.error
+        error = None if hop.progress.replaced or is_doubted else hop.progress.error
         if error is not None and not is_worth_another_server(error):
-            raise progress.take_error()
-        which, repaired = await self._replacement(index, refillable, is_doubted)
-        self._put(which, repaired)
-        await self._link_new(which.start, len(repaired), several)
+            raise hop.progress.take_error()
+        which = range(index, index + 1)
+        if hop.misled and not isinstance(hop.progress.error, ProtocolViolation | SuspectOutputs):
+            which, hops = await self._begin_again(index, refillable)
+            self._put(which, hops)
+            self._report_route()
+        elif await self._try_same_server(hop, self._contents(which, refillable)):
+            hops = [hop]
+            self._put(which, hops)
+        else:
+            hops = await self._replacement(index, refillable, is_doubted)
+            self._put(which, hops)
+            self._report_recovered(began)
+        await self._link_new(index, len(hops), several)
+
+    async def replace_late(self, several: bool) -> None:
+        """Put the servers that were asked in the place of a late one, if they were first.
+
+        Args:
+            several: see `repair`.
+        """
+        standby = self.standbys.take(self.hops)
+        if standby is not None:
+            await self._install(standby, several)
+
+    async def _replace_by_standby(self, hop: HopSession, several: bool) -> bool:
+        """Whether servers that were asked before a late one failed have taken its place."""
+        standby = self.standbys.current
+        if standby is None or standby.late is not hop:
+            return False
+        if hop.progress.error is None or not is_worth_another_server(hop.progress.error):
+            self.standbys.drop()
+            return False
+        await self._leave(hop)
+        await asyncio.wait({standby.filling})
+        if self.standbys.current is not standby or self.standbys.take(self.hops) is None:
+            return False
+        await self._install(standby, several)
+        return True
+
+    async def _install(self, standby: Standby, several: bool) -> None:
+        late, hops = standby.late, standby.hops
+        index = self.hops.index(late)
+        self._put(range(index, index + 1), hops)
+        if not late.progress.replaced:
+            self._context.emit(HopLost(late.peer_id, late.hop.span, PeerTimeout.code))
+            self.standbys.leave(late)
+        self._report_recovered(standby.began)
+        await self._link_new(index, len(hops), several)
 
     def _put(self, which: range, repaired: Sequence[HopSession]) -> None:
         """Put hops in the place of others, or repaired ones in their own place."""
         first, last = which.start, which.start + len(repaired)
-        self._use([*self._hops[:first], *repaired, *self._hops[which.stop :]])
-        if last < len(self._hops):
-            self._hops[last].claims.on_pusher_replaced(self._under_way.next_number - 1)
+        self._use([*self.hops[:first], *repaired, *self.hops[which.stop :]])
+        last_begun = self._under_way.next_number - 1
+        if last < len(self.hops):
+            self.hops[last].claims.on_pusher_replaced(last_begun)
         for hop in repaired:
-            hop.progress.on_joined(self._under_way.next_number - 1, hop.history.last)
+            hop.progress.on_joined(last_begun, hop.history.last)
             for number, step in self._under_way.steps.items():
                 if hop.progress.replied < number:
                     hop.expect(number, step.outputs)
@@ -224,156 +362,145 @@ class LinkedHops:
     async def _link_new(self, first: int, count: int, several: bool) -> None:
         """Link `count` hops that have taken their places from index `first` on. Not before, because from then on steps
         may be pushed to them."""
-        neighbors = range(max(0, first - 1), min(len(self._hops), first + count + 1))
-        if first and (several or len(self._hops[first].progress.steps.numbers()) > 1):
+        neighbors = range(max(0, first - 1), min(len(self.hops), first + count + 1))
+        silent = None
+        if first and (several or len(self.hops[first].progress.expected) > 1):
             # It has to catch up first: it would refuse what the server before pushes meanwhile.
-            self._unlinked = True
-            await self._failover.link(self._hops, neighbors, self._rows, silent=first - 1)
-        else:
-            await self._failover.link(self._hops, neighbors, self._rows)
+            self.are_unlinked, silent = True, first - 1
+        await self._link(neighbors, silent)
 
-    async def wait(self, changed: asyncio.Event, until: float, refillable: int) -> None:
-        """Wait until `changed` is set, or until then. Where an answer is late, others are asked. How long the answers
-        before took is noted here, where there is time for it.
+    def _report_recovered(self, began: float) -> None:
+        """Others have taken the place of a server that was found wanting at `began`."""
+        seconds = time.perf_counter() - began
+        self._context.emit(Recovered(seconds))
+        self._report_route()
+        logger.info("replaced in %.2f s; %s", seconds, self.route)
 
-        Args:
-            refillable: see `repair`.
-        """
-        self.asking.look_around(self._hops, refillable)
-        late = await self.asking.ask_if_late(self._hops, refillable)
-        if late is None:
-            return
-        self._alarm.start(min(until, late), changed.set)
-        try:
-            await changed.wait()
-        finally:
-            self._alarm.stop()
-        stood_still = time.perf_counter() - self._alarm.time
-        if stood_still > CLIENT_STALL_S:
-            for hop in self._hops:
-                hop.progress.clock.excuse(stood_still)
-            await asyncio.sleep(CLIENT_STALL_S)  # what has come meanwhile is read first
-
-    async def deliver(self, index: int, number: int, several: bool, changed: asyncio.Event, refillable: int) -> None:
-        """Hand a step over. If the server does not read it, others are asked meanwhile; see `repair` and `wait`."""
-        hop = self._hops[index]
-        if index and (number <= hop.progress.pushed or hop.progress.push_refused):
-            await self.stop_pushes_to(index, several)
-        step = hop.history.get(number)
-        if len(step.hidden.payload) <= MAX_COALESCED_BYTES:
-            await hop.deliver(step)
-            return
-        delivery = hop.begin_delivery(step)
-        delivery.add_done_callback(lambda _: changed.set())
-        while not delivery.done() and not self.asking.has_answered:
-            await self.wait(changed, math.inf, refillable)
-            changed.clear()
-
-    async def let_standby_in(self, several: bool) -> None:
-        """Put the servers that were asked in the place of a late one, if they were first; or free them, if it was.
+    async def _replacement(self, index: int, refillable: int, is_doubted: bool) -> list[HopSession]:
+        """Hops at other servers, not linked yet, for the place of `hops[index]`, which is left.
 
         Args:
-            several: see `repair`.
+            is_doubted: the server may be right, so the client leaves it without reporting it.
+
+        Raises `MissingBlocks`, or the `RemoteError` that every server would answer with.
         """
-        standby = self.asking.standby
-        if standby is None or not (standby.is_done or standby.is_beaten):
-            return
-        if standby.is_wanted and all(hop in self._hops for hop in standby.late):
-            self.asking.standby = None
-            await self._install(standby, several)
-        else:
-            self.asking.drop()
+        hop, which = self.hops[index], range(index, index + 1)
+        error = hop.progress.error
+        await self._leave(hop, is_doubted)
+        reason: RemoteError | None = None
+        if isinstance(error, ProtocolViolation | SuspectOutputs):
+            reason = self._not_finite
+        elif isinstance(error, CacheFull) or (is_doubted and isinstance(error, RemoteError)):
+            reason = error  # if no other server has cache space either, say that, and not that blocks are missing
+        avoid = frozenset({hop.peer_id}) if is_doubted else frozenset[str]()
+        contents = self._contents(which, refillable)
+        return await self._opener.find(hop.hop.span, *neighbors_of(self.hops, which), contents, reason, avoid)
 
-    async def _install(self, standby: Standby, several: bool) -> None:
-        first = self._hops.index(standby.late[0])
-        which = range(first, first + len(standby.late))
-        before, answered = list(self._hops), standby.late[-1].replied
-        self._put(which, standby.hops)
-        if not standby.late[0].progress.replaced:
-            self._context.emit(HopLost(standby.late[0].peer_id, joined_span(standby.late), PeerTimeout.code))
-            self.asking.see_out(standby.late)
-        self._failover.report_recovered(before, which, standby.hops, standby.began)
-        for number, outputs in standby.outputs.items():
-            if number > answered:
-                self._on_reply_of_hop(standby.hops[-1], number, outputs)
-        await self._link_new(first, len(standby.hops), several)
+    async def _begin_again(self, index: int, refillable: int) -> tuple[range, list[HopSession]]:
+        """New sessions for `hops[index]` and all behind it, which have computed something unknown to this client: at
+        the same servers, or at others if these cannot. Returns which hops they replace, and the new ones.
 
-    async def _repair_by_standby(self, index: int, several: bool) -> bool:
-        """Whether servers that were asked before a late one failed have taken its place."""
-        standby, progress = self.asking.standby, self._hops[index].progress
-        if standby is None or self._hops[index] not in standby.late:
+        Only this client knows the ids of the new sessions, so what was pushed to the former ones does not reach them.
+        """
+        which = range(index, len(self.hops))
+        contents = self._contents(which, refillable)
+        if contents.done < contents.history.folded:
+            # It was filled by a replay when those behind had not answered all of that: one after the other.
+            contents = self._contents(which := range(index, index + 1), refillable)
+        misled = self.hops[index : which.stop]
+        before, after = neighbors_of(self.hops, which)
+        for hop in misled:
+            hop.progress.on_replaced()
+        await close_all(misled)
+        fresh, error = await self._opener.prepare(route_of(misled), contents)
+        if error is not None:
+            fresh = await self._opener.find(joined_span(misled), before, after, contents, error)
+        return which, fresh
+
+    async def _try_same_server(self, hop: HopSession, contents: CacheContents) -> bool:
+        """Whether the same server can go on, because only the connection or its memory of the session was lost.
+
+        It gets this chance a few times; then it has to answer a step before it gets another.
+        """
+        progress = hop.progress
+        if not progress.may_be_repaired:
             return False
         error = progress.error
-        if error is not None and is_worth_another_server(error) and all(hop in self._hops for hop in standby.late):
-            await self._failover.leave(self._hops[index])
-            await standby.wait()
-        if self.asking.standby is not standby or not standby.is_wanted or error is None:
-            self.asking.drop()
-            return False
-        self.asking.standby = None
-        await self._install(standby, several)
-        return True
+        failure: RemoteError | None = None
+        try:
+            if isinstance(error, PeerLost | UnknownSession):
+                async with asyncio.timeout(RECONNECT_TIMEOUT_S):
+                    progress.on_reopened(await hop.open())
+            elif error is not None:
+                progress.on_forgotten()
+            if progress.stale and (failed := await self._opener.replay([hop], contents)) is not None:
+                _, failure = failed
+        except TimeoutError:
+            failure = PeerTimeout(
+                f"{describe_hop(hop.hop)} did not accept a new connection within {RECONNECT_TIMEOUT_S} s"
+            )
+        except RemoteError as refused:
+            failure = without_frames(refused)
+        if failure is not None:
+            logger.debug("%s does not come back: %s", describe_hop(hop.hop), failure)
+        elif isinstance(error, PeerLost):
+            logger.info("%s is connected again, after %s", describe_hop(hop.hop), error)
+        progress.on_repair_ended((error or failure) if failure is not None else None)
+        return failure is None
 
-    def _on_reply(self, hop: HopSession, number: int, outputs: PackedHidden) -> None:
-        if not self.asking.on_reply(hop, outputs):
-            self._on_reply_of_hop(hop, number, outputs)
+    async def _leave(self, failed: HopSession, is_doubted: bool = False) -> None:
+        """Report a server that has failed, and leave it: once, or one that has come back would be kept out again.
 
-    def _on_change(self) -> None:
-        self.asking.on_change()
-        self._on_change_of_hop()
-
-    async def _replacement(self, index: int, refillable: int, is_doubted: bool) -> tuple[range, list[HopSession]]:
-        """What takes the place of which hops, see `Failover`."""
-        hop = self._hops[index]
-        if hop.misled and not isinstance(hop.progress.error, ProtocolViolation | SuspectOutputs):
-            return await self._failover.begin_again(self._hops, index, lambda hops: self._contents(hops, refillable))
-        reason = self._not_finite if isinstance(hop.progress.error, ProtocolViolation | SuspectOutputs) else None
-        return await self._failover.repair(
-            self._hops,
-            index,
-            lambda hops: self._contents(hops, refillable),
-            is_doubted=is_doubted,
-            reason=reason,
-        )
+        Args:
+            is_doubted: leave it without a report.
+        """
+        error = failed.progress.error
+        if failed.progress.replaced or error is None:
+            return
+        failed.progress.on_replaced()
+        logger.info("%s; looking for a replacement", error)
+        reason = error.code if isinstance(error, RemoteError) else RemoteError.code
+        self._context.emit(HopLost(failed.peer_id, failed.hop.span, reason))
+        if not is_doubted:
+            self._routes.report_failure(failed.peer_id, error)
+        await close_all([failed])
 
     async def _is_irreplaceable_suspect(self, index: int) -> bool:
         """Whether other servers got NaN from this one's outputs, and no server can replace it."""
-        progress, peer_id = self._hops[index].progress, self._hops[index].peer_id
+        progress, peer_id = self.hops[index].progress, self.hops[index].peer_id
         if not isinstance(progress.error, SuspectOutputs) or progress.replaced:
             return False
         is_source = self._nonsense is not None and self._nonsense[1] != peer_id
-        return is_source and not await self._failover.has_others(self._hops, index)
+        return is_source and not await self._has_others(index)
 
     async def _is_doubted(self, index: int) -> bool:
         """Whether a server refuses what, it says, every server would refuse, and another one can be asked."""
-        error = (hop := self._hops[index]).progress.error
+        error = (hop := self.hops[index]).progress.error
         if error is None or is_worth_another_server(error) or hop.progress.replaced:
             return False
         if self._refuser is not None and self._refuser[0] != hop.peer_id:
             refuser, self._refuser = self._refuser, None
             if type(refuser[1]) is type(error):
                 return False  # they agree
-            self._context.routes.report_failure(*refuser)  # they contradict each other, so a third one is asked
-        if not await self._failover.has_others(self._hops, index):
+            self._routes.report_failure(*refuser)  # they contradict each other, so a third one is asked
+        if not await self._has_others(index):
             return False
         self._refuser = hop.peer_id, error
+        return True
+
+    async def _has_others(self, index: int) -> bool:
+        """Whether other servers than that of `hops[index]` can take its place."""
+        hop, (before, after) = self.hops[index], neighbors_of(self.hops, range(index, index + 1))
+        try:
+            await self._routes.route(hop.hop.span, before, after, self._context.max_length, frozenset({hop.peer_id}))
+        except MissingBlocks:
+            return False
         return True
 
     def _contents(self, which: range, refillable: int) -> CacheContents:
         """What the caches of some successive hops have to hold together: not more than all of them have answered, or
         their outputs of the steps behind that would never come."""
-        hops = self._hops[which.start : which.stop]
-        checked = min(checked_up_to(hop) for hop in self._hops[: which.stop])
+        hops = self.hops[which.start : which.stop]
+        checked = min(checked_up_to(hop) for hop in self.hops[: which.stop])
         done = min(refillable, hops[0].progress.received, checked, *(hop.progress.replied for hop in hops))
         return CacheContents(hops[0].history, done, *self._under_way.upcoming(done))
-
-    async def stop_pushes_to(self, index: int, several: bool = True) -> None:
-        """What was pushed to a hop did not arrive there, or was refused, so this client has to deliver it itself.
-
-        Which of the two servers is at fault cannot be known, so neither is blamed; but it happens once, not each step.
-        If several steps are under way it may just have missed one. Then they may try again afterwards.
-        """
-        self._unlinked = self._unlinked or several
-        self._hops[index].progress.on_pushes_stopped()
-        logger.debug("%s no longer pushes: a push failed", describe_hop(self._hops[index - 1].hop))
-        await self._failover.link(self._hops, range(index - 1, index), self._rows, silent=index - 1)

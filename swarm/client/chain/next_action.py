@@ -13,8 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from swarm.client.hops.awaited_steps import NO_STEP
-from swarm.client.hops.hop_clock import NO_DEADLINE
+from swarm.client.hops.hop_progress import NO_DEADLINE, NO_STEP
 
 
 class HopState(Protocol):

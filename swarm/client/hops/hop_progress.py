@@ -9,7 +9,7 @@ one of these states at a server:
     replied              ANSWERED     ANSWERED                   -           -
     refused (as pushed)  EXPECTED     EXPECTED: the client       -           -
                                       delivers its own copy
-    pushes stopped       -            EXPECTED if it was     -           -
+    pushes stopped       -            EXPECTED if it was         -           -
                                       pushed
     refused (as sent)    the hop has FAILED
     given up             VOID         VOID                       -           -
@@ -29,16 +29,18 @@ The hop itself is in one of these states:
 
 To give up all steps after number n and to go on with another step n + 1 is an ordinary transition, also between a
 failure and its repair: `on_given_up(n)` makes the later steps VOID, a refill covers only what remains, and the new step
-gets a new number. Nothing but the events of this class changes its attributes.
+gets a new number. Nothing but the events of these classes changes their attributes.
 """
 
 from __future__ import annotations
 
-from swarm.client.hops.awaited_steps import NO_STEP, AwaitedSteps, ReplyKind
-from swarm.client.hops.hop_clock import HopClock
+import enum
+from collections.abc import Iterable
+
 from swarm.client.wire.reply_checks import OutputShape
 from swarm.client.wire.timeout_estimator import TimeoutEstimator
 from swarm.common.kept_errors import without_frames
+from swarm.data_structures import HopTiming
 from swarm.errors import (
     PeerLost,
     PeerTimeout,
@@ -50,20 +52,134 @@ from swarm.errors import (
     WrongPosition,
 )
 
+NO_STEP = -1
+"""Stands for a step's number where there is no step."""
+
+NO_DEADLINE = float("inf")
+
 MAX_RETRIES = 3
 """Repairs of one server that are tried before it has answered something new."""
+
+
+class ReplyKind(enum.Enum):
+    """What the reply to a step is, judged by the step's number."""
+
+    EXPECTED = "expected"
+    LATE = "late"
+    """The step was answered before or given up: the reply is ignored."""
+    UNKNOWN = "unknown"
+    """The server was never to get such a step."""
+
+
+class HopClock:
+    """When the awaited answers of one server are due, and how long its answers took.
+
+    The steps under way share one deadline, which runs from when the first of them became the server's next one.
+
+    Attributes:
+        deadline: when the next answer should have come; infinite if none is awaited.
+        late: when the next answer is later than usual; infinite if none is awaited.
+        timing: what the steps of the newest call took together; None before the first answer.
+        slowness: how many times longer than usual the last answer took whose start is known.
+        measured: how many answers have told how long the server takes.
+
+    Args:
+        timeouts: learns from the answers how long they may take.
+    """
+
+    def __init__(self, timeouts: TimeoutEstimator) -> None:
+        self.deadline = self.late = NO_DEADLINE
+        self.timing: HopTiming | None = None
+        self.slowness = 1.0
+        self.measured = 0
+        self._newest: tuple[float, int] | None = None
+        self._timeouts = timeouts
+        self._start = 0.0
+        self._timed_step: int | None = None
+        """The step that is known to have become the server's next one at `_start`."""
+
+    def timeout(self, tokens: int) -> float:
+        """Seconds that `tokens` may take."""
+        return self._timeouts.timeout(tokens)
+
+    def refill_seconds(self, tokens: int) -> float:
+        """What it takes to fill an empty cache with `tokens` tokens, at the best that was seen."""
+        return self._timeouts.refill_seconds(tokens)
+
+    def late_at(self, slowness: float) -> float:
+        """`late`, if answers take `slowness` times longer than usual just now."""
+        return self._start + slowness * (self.late - self._start)
+
+    def waited(self, now: float) -> float:
+        """Seconds since the first step under way became the server's next one."""
+        return now - self._start
+
+    def excuse(self, seconds: float) -> None:
+        """This client itself stood still for so long: that is not the server's time."""
+        self._start += seconds
+        self.late += seconds
+        self.deadline += seconds
+
+    def on_expected(self, now: float) -> None:
+        """A step is going to come to the server, which has nothing else to do."""
+        self._start = now
+
+    def on_handed(self, number: int, first: int, tokens: int, now: float, first_tokens: int | None = None) -> None:
+        """Step `number` is on its way to the server, where `first` is the next one.
+
+        Args:
+            tokens: of all steps under way.
+            first_tokens: of the next one; None if that is the only one.
+        """
+        if number == first:
+            self._start, self._timed_step = now, number
+        self.deadline = self._start + self._timeouts.timeout(tokens)
+        self.late = self._start + self._timeouts.late_after(first_tokens if first_tokens is not None else tokens)
+
+    def on_reply(
+        self, number: int, tokens: int, compute_seconds: float, continues: bool, now: float, full: bool = True
+    ) -> None:
+        """The server has answered a step of so many tokens, which `continues` the call of the step before.
+
+        Args:
+            full: the tokens have passed all blocks. Others take less time, which says nothing about these.
+        """
+        seconds = compute_seconds  # if the answer overtakes the notice of a push, the step's start is not known
+        if self._timed_step == number:
+            seconds = now - self._start
+            if full:
+                self.slowness = self._timeouts.slowness(seconds, tokens)
+                self._timeouts.observe(seconds, tokens)
+                self.measured += 1
+                self._newest = seconds, tokens
+        if self.timing is not None and continues:
+            self.timing = HopTiming(self.timing.total + seconds, self.timing.compute + compute_seconds)
+        else:
+            self.timing = HopTiming(seconds, compute_seconds)
+        self.deadline = self.late = NO_DEADLINE
+        self._start = now
+
+    def take_measured(self) -> tuple[float, int] | None:
+        """Seconds and tokens of the newest measured answer; None if there was none since the last call."""
+        newest, self._newest = self._newest, None
+        return newest
+
+    def stop(self) -> None:
+        """Nothing is under way."""
+        self.deadline = self.late = NO_DEADLINE
 
 
 class HopProgress:
     """Cursors and flags of one hop, changed by events only. Times are seconds on the clock of the caller.
 
     Attributes:
-        steps: which steps it still has to answer.
+        replied: number of the last step that the server answered; it has answered all before.
         delivered: number of the last step that this client handed to it.
         pushed: number of the last step that the server before says it has handed to it, none left out.
         rejected: number of the last step that it refused as it was pushed.
         received: number of the last step whose input has come to this client.
-        catch_up_to: number of the last step that had begun when the cache was refilled.
+        catch_up_to: number of the last step that had begun when the hop took its place. Those that were given up before
+            may still be pushed to it.
         error: why the hop cannot go on.
         leaving: the server's announcement that it is going to leave; it still answers what it was handed.
         stale: the cache may hold a step that was given up, or too little, and has to be refilled.
@@ -81,8 +197,8 @@ class HopProgress:
     """
 
     def __init__(self, server: str, timeouts: TimeoutEstimator) -> None:
-        self.steps = AwaitedSteps()
-        self.delivered = self.pushed = self.rejected = self.received = self.catch_up_to = self.asked = NO_STEP
+        self.replied = self.delivered = self.pushed = self.rejected = self.received = NO_STEP
+        self.catch_up_to = self.asked = NO_STEP
         self.clock = HopClock(timeouts)
         self.error: Exception | None = None
         self.leaving: ServerClosing | None = None
@@ -90,38 +206,82 @@ class HopProgress:
         self.retries = 0
         self.push_refused = self.pushes_onward = self.last_was_pushed = False
         self._server = server
+        self._expected: dict[int, OutputShape] = {}
+        """The steps that the server still has to answer, ascending, with what each answer has to hold."""
+        self._void: dict[int, int] = {}
+        """Steps that were given up and may be answered all the same, with the number of values of the answer."""
+        self._newest = NO_STEP
+        """The newest step that was ever answered; `replied` goes back where a refill begins earlier."""
         self._seen_pushes: set[int] = set()
         """Steps that were pushed, whatever became of that: a step that is refused may be one of those."""
         self._first_of_call = 0
+        self._largest = self._largest_before = 0
+        """Values of the largest answers of this call and of the one before: an answer may come twice, and late."""
 
     # What others ask
 
     @property
-    def replied(self) -> int:
-        """Number of the last step that the server answered; it has answered all before."""
-        return self.steps.replied
+    def deadline(self) -> float:
+        """When the next awaited answer should have come; infinite if none is awaited."""
+        return self.clock.deadline
+
+    @property
+    def expected(self) -> list[int]:
+        """Numbers of the steps that the server still has to answer, ascending."""
+        return list(self._expected)
+
+    def outputs(self, number: int) -> OutputShape:
+        """What the answer to an expected step has to hold."""
+        return self._expected[number]
+
+    def tokens(self, numbers: Iterable[int]) -> int:
+        """Tokens of some expected steps together."""
+        total = 0
+        for number in numbers:
+            total += self._expected[number].tokens
+        return total
+
+    @property
+    def largest_reply(self) -> int:
+        """Values in the largest answer that may come now."""
+        return max(self._largest, self._largest_before, *self._void.values())
+
+    @property
+    def may_be_answered(self) -> bool:
+        """Whether the server may still answer something, wanted or not."""
+        return bool(self._expected or self._void)
+
+    def classify_reply(self, number: int) -> ReplyKind:
+        """What a reply to step `number` is."""
+        if number in self._expected:
+            return ReplyKind.EXPECTED
+        is_past = number <= max(self.replied, self._newest, self.catch_up_to) or number in self._void
+        return ReplyKind.LATE if is_past else ReplyKind.UNKNOWN
 
     def is_handed(self, number: int) -> bool:
         """Whether the server has the step, or the step is on its way there."""
-        return number <= max(self.replied, self.delivered, self.pushed)
+        return number <= self.replied or number <= self.delivered or number <= self.pushed
 
     def send_timeout(self, number: int) -> float:
         """Seconds that the server gets to read step `number`: it computes those before it first."""
-        before = (earlier for earlier in self.steps.numbers() if earlier < number)
-        return self.clock.timeout(self.steps.tokens([*before, number]))
+        tokens = 0
+        for earlier, outputs in self._expected.items():
+            if earlier <= number:
+                tokens += outputs.tokens
+        return self.clock.timeout(tokens)
 
     def can_answer(self, next_step: int) -> bool:
         """Whether a server that expects step `next_step` next can still answer all that it has not answered.
 
         A server keeps its newest reply only.
         """
-        computed = [number for number in self.steps.numbers() if number < next_step]
+        computed = [number for number in self._expected if number < next_step]
         return next_step > self.replied and len(computed) <= 1
 
     @property
     def awaited(self) -> int | None:
         """Number of the first step that the server has been handed and has not answered; None if there is none."""
-        first = next(iter(self.steps.numbers()), None)  # those that it was handed come before the others
+        first = next(iter(self._expected), None)  # those that it was handed come before the others
         return first if first is not None and self.is_handed(first) else None
 
     @property
@@ -139,10 +299,16 @@ class HopProgress:
     def on_call_begun(self, first: int) -> None:
         """The client begins the steps from number `first` on; they are timed together."""
         self._first_of_call = first
+        self._largest_before = self._largest
+        self._largest = max([outputs.values for outputs in self._expected.values()]) if self._expected else 0
 
     def on_expected(self, number: int, outputs: OutputShape, now: float) -> None:
         """A step is going to come to the server, from this client or from the server before."""
-        self.steps.expect(number, outputs)
+        self._largest = max(self._largest, outputs.values)
+        is_newest = not self._expected or number >= next(reversed(self._expected))
+        self._expected[number] = outputs
+        if not is_newest:
+            self._expected = dict(sorted(self._expected.items()))
         self.clock.on_expected(now)
 
     def on_input_received(self, number: int) -> None:
@@ -152,7 +318,8 @@ class HopProgress:
     def on_delivered(self, number: int, outputs: OutputShape, now: float) -> None:
         """This client hands a step over."""
         self.delivered = number
-        self.steps.expect(number, outputs)
+        if number not in self._expected and number > self.replied and number not in self._void:
+            self.on_expected(number, outputs, now)
         self._start_clock(number, now)
 
     def on_pushed(self, number: int, reliable: bool, now: float) -> None:
@@ -170,41 +337,48 @@ class HopProgress:
         Args:
             full: the step's tokens have passed all blocks.
         """
-        under_way = self.steps.numbers()
-        if number > under_way[0]:
+        if number > next(iter(self._expected)):
             self._on_reply_missed(number)
             return False
+        outputs = self._expected.pop(number)
         continues = number > self._first_of_call
-        self.clock.on_reply(number, self.steps.outputs(number).tokens, compute_seconds, continues, now, full)
+        self.clock.on_reply(number, outputs.tokens, compute_seconds, continues, now, full)
         self.last_was_pushed = was_pushed
-        if self.steps.answer(number, self._first_of_call):
+        self.replied = number
+        if number > self._newest:
+            self._newest = number
             self.retries = 0
-        self._seen_pushes = {step for step in self._seen_pushes if step > number}
-        if len(under_way) > 1:
-            self._start_clock(under_way[1], now)
+        if self._void:
+            self._void = {step: values for step, values in self._void.items() if step > number}
+        if self._seen_pushes:
+            self._seen_pushes = set(filter(number.__lt__, self._seen_pushes))
+        if self._expected:
+            self._start_clock(next(iter(self._expected)), now)
         return True
 
-    def on_given_up(self, after: int, last: int, copied_rows: bool) -> None:
-        """The steps behind number `after`, up to `last`, are given up: an answer to one may still come, and is ignored.
+    def on_given_up(self, after: int, copied_rows: bool) -> None:
+        """The steps behind number `after` are given up: an answer to one may still come, and is ignored.
 
         Args:
             copied_rows: whether one of them copied rows, which a later step cannot set back.
         """
-        self.steps.give_up(range(after + 1, last + 1))
+        for number in self.expected:
+            if number > after:
+                self._void[number] = self._expected.pop(number).values
         self.stale = self.stale or copied_rows
 
     # What goes wrong
 
     def on_refused(self, error: RemoteError, number: int | None) -> None:
         """The server refuses a step; None if it does not say which."""
-        if number is not None and self.steps.classify_reply(number) is ReplyKind.LATE:
+        if number is not None and self.classify_reply(number) is ReplyKind.LATE:
             return
         if isinstance(error, ServerClosing) and number is None:
             self.leaving = error
         elif isinstance(error, RequestRefused) and not self._is_own(number, error):
             # What was pushed was not right (perhaps we have not heard of the push yet), or the server has missed a step
             # before. The server before may be to blame: this client's own copy will show.
-            first = min(self.steps.numbers(), default=self.rejected)
+            first = next(iter(self._expected), self.rejected)
             self._seen_pushes.discard(number if number is not None else first)
             self.push_refused = True
             self.pushed = min(self.pushed, self.delivered)
@@ -256,14 +430,15 @@ class HopProgress:
             received: the last step whose input is still known.
         """
         self.stale = True
-        self.steps.replied = self.delivered = self.pushed = min(self.replied, number - 1)
+        self.replied = self.delivered = self.pushed = min(self.replied, number - 1)
         self.received = min(self.received, received)
         self.clock.stop()
 
     def on_refilled(self, done: int) -> None:
         """The cache is as it was after step `done`; later steps have to be handed over again."""
         self.stale = False
-        self.steps.replied = self.delivered = self.pushed = done
+        self.replied = self.delivered = self.pushed = done
+        self._expected = {number: outputs for number, outputs in self._expected.items() if number > done}
         self.clock.stop()
 
     def on_repair_ended(self, failure: Exception | None) -> None:
@@ -284,7 +459,7 @@ class HopProgress:
             last_begun: number of the last step that has begun at the other hops.
             received: number of the last step whose input is known; some may have come during the repair.
         """
-        self.catch_up_to = self.steps.begun = last_begun
+        self.catch_up_to = last_begun
         self.received = received
 
     def on_asked(self, number: int) -> None:
@@ -319,17 +494,16 @@ class HopProgress:
         If both have handed it over and the server had missed a step before, the first refusal is that of the push.
         """
         if number is None:
-            return self.delivered >= self.pushed and not self.steps.is_past(self.delivered)
+            return self.delivered >= self.pushed and self.delivered > self.replied and self.delivered not in self._void
         return number <= self.delivered and not (isinstance(error, WrongPosition) and number in self._seen_pushes)
 
     def _start_clock(self, number: int, now: float) -> None:
         """Step `number` is on its way to the server, or the next one there."""
-        under_way = [number for number in self.steps.numbers() if self.is_handed(number)]
-        if under_way:
-            first = self.steps.outputs(under_way[0]).tokens
-            self.clock.on_handed(number, under_way[0], self.steps.tokens(under_way), now, first)
-
-    @property
-    def deadline(self) -> float:
-        """When the next awaited answer should have come; infinite if none is awaited."""
-        return self.clock.deadline
+        first, tokens = None, 0
+        for step, outputs in self._expected.items():
+            if step > self.delivered and step > self.pushed:
+                break
+            first = step if first is None else first
+            tokens += outputs.tokens
+        if first is not None:
+            self.clock.on_handed(number, first, tokens, now, self._expected[first].tokens)

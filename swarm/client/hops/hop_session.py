@@ -6,17 +6,17 @@ import asyncio
 import secrets
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 
 import msgspec
 
-from swarm.client.hops.awaited_steps import ReplyKind
-from swarm.client.hops.hop_progress import HopProgress
-from swarm.client.hops.hop_stream import CLOSE_TIMEOUT_S, HopStream
-from swarm.client.hops.input_claims import Claim, InputClaims
+from swarm.client.hops.blame import Claim, InputClaims
+from swarm.client.hops.hop_progress import NO_STEP, HopProgress, ReplyKind
 from swarm.client.hops.input_history import InputHistory, Step
-from swarm.client.hops.own_checksums import OwnChecksums
-from swarm.client.hops.session_constants import SessionContext
+from swarm.client.routes.events import EventListener, ignore_events
+from swarm.client.routes.route_source import RouteSource
+from swarm.client.wire.adapter_upload import AdapterUpload
 from swarm.client.wire.packed_hidden import PackedHidden
 from swarm.client.wire.reply_checks import (
     OutputShape,
@@ -28,19 +28,23 @@ from swarm.client.wire.reply_checks import (
     validate_left,
     validate_outputs,
 )
+from swarm.client.wire.request_options import RequestOptions
 from swarm.common.large_payloads import run_large
-from swarm.data_structures import Hop, StepLayout
+from swarm.common.weak_callback import weak_callback
+from swarm.data_structures import Hop, Span, StepLayout
 from swarm.errors import (
     NotFiniteOutputs,
     PeerLost,
     PeerTimeout,
     ProtocolViolation,
+    RemoteError,
     SuspectOutputs,
     TooLargeReply,
     remote_error,
 )
 from swarm.protocol import messages
 from swarm.protocol.input_checksum import input_checksum
+from swarm.transport.stream import Network, Stream
 
 CACHE_WAIT_S = 1.0
 """Seconds that a full server may let this client wait for space in its cache, before another server is asked."""
@@ -48,7 +52,38 @@ CACHE_WAIT_S = 1.0
 OPEN_TIMEOUT_S = 5.0
 """Seconds to connect and to open the session."""
 
+CLOSE_TIMEOUT_S = 1.0
+"""Seconds that a server gets to read that a session is over."""
+
 _ReplayReply = asyncio.Future[tuple[messages.ServerMessage, bytes | memoryview]]
+
+_listeners: set[asyncio.Task[None]] = set()
+"""Strong references: asyncio keeps only weak ones. A session that is garbage-collected closes its streams itself."""
+
+
+@dataclass(frozen=True)
+class SessionContext:
+    """The constants of one session.
+
+    Attributes:
+        network: this client's place in the network.
+        routes: finds routes and hears which servers failed.
+        options: what is asked of every server.
+        span: the blocks.
+        max_length: tokens that each sequence may have.
+        adapter: what is added to the blocks.
+        emit: receives the session's events.
+        early_exits: whether servers may be asked to let tokens leave inside their spans, which is approximate.
+    """
+
+    network: Network
+    routes: RouteSource
+    options: RequestOptions
+    span: Span
+    max_length: int
+    adapter: AdapterUpload = field(default_factory=AdapterUpload)
+    emit: EventListener = ignore_events
+    early_exits: bool = False
 
 
 class HopSession:
@@ -84,7 +119,7 @@ class HopSession:
         self.history = history if history is not None else InputHistory()
         factor = context.routes.timeout_factor(hop.server.peer_id)
         self.progress = HopProgress(describe_hop(hop), initial_estimate(hop, factor, context.options.timeout))
-        self.claims = InputClaims()
+        self.claims = InputClaims(on_change)
         self.misled = False
         self._context = context
         self._on_reply = on_reply
@@ -94,17 +129,12 @@ class HopSession:
         self._replay_outputs: OutputShape | None = None
         self._unanswered_replays = 0  # also those that were interrupted, so that nothing waits for their answers
         self._neighbors = messages.SetNeighbors(None, None, None)
-        self._checksums = OwnChecksums(on_change)
         self._opening_seconds = 0.0
         self._sending: asyncio.Task[None] | None = None
 
     @property
     def peer_id(self) -> str:
         return self.hop.server.peer_id
-
-    @property
-    def replied(self) -> int:
-        return self.progress.replied
 
     @property
     def is_sound(self) -> bool:
@@ -169,27 +199,20 @@ class HopSession:
         self.history.add(step)
         self.progress.on_input_received(step.number)
 
-    def give_up(self, after: int, last: int, copied_rows: bool) -> None:
-        """Forget the steps behind number `after`, up to `last`."""
-        for number in range(after + 1, last + 1):
-            self.history.drop(number)
+    def give_up(self, after: int, copied_rows: bool) -> None:
+        """Forget the steps behind number `after`."""
+        self.history.drop_after(after)
         self.claims.forget_after(after)
-        self.progress.on_given_up(after, last, copied_rows)
+        self.progress.on_given_up(after, copied_rows)
 
     def mislead(self, number: int, keeps_inputs: bool = False) -> None:
         """From step `number` on nothing counts, so the session begins again. `keeps_inputs` if its inputs are right."""
         self.misled = True
         self.claims.forget_after(number - 1)
-        self._checksums.clear()
         if not keeps_inputs:
             self.history.forget_from(number)
         self.progress.on_misled(number, self.history.last)
         self._fail_replay(SuspectOutputs(f"{describe_hop(self.hop)} has to begin again"))
-
-    def own_checksum(self, number: int) -> bytes | None:
-        """Of this client's copy of what goes in with a step; None if that, or its checksum, has yet to come."""
-        step = self.history.find(number)
-        return self._checksums.get(step) if step is not None else None
 
     @property
     def refill_seconds(self) -> float:
@@ -252,12 +275,12 @@ class HopSession:
 
     async def close(self) -> None:
         """Free the session at the server, if it can still be told."""
-        self._checksums.clear()
+        self.claims.forget_after(NO_STEP)
         self.progress.on_closed()
         if self._sending:
             self._sending.cancel()
             self._sending = None
-        may_answer = self.progress.steps.may_be_answered or not self._stream.is_listening
+        may_answer = self.progress.may_be_answered or not self._stream.is_listening
         await self._stream.close(drain=may_answer and self.progress.error is None)
 
     def hang_up(self) -> None:
@@ -274,7 +297,7 @@ class HopSession:
     def _max_reply_bytes(self) -> int:
         """As many as the largest answer that may come now, at four bytes a value."""
         replay = self._replay_outputs.values if self._replay_outputs is not None else 0
-        return 4 * max(self.progress.steps.largest_reply(), replay)
+        return 4 * max(self.progress.largest_reply, replay)
 
     def _on_message(self, reply: messages.ServerMessage, payload: bytes | memoryview) -> None:
         answered = False
@@ -284,7 +307,8 @@ class HopSession:
             case messages.Refusal():
                 self._on_refusal(reply)
             case messages.ReplayReply() if self._unanswered_replays:
-                self._on_replay_reply(lambda answer: answer.set_result((reply, payload)))
+                if (answer := self._oldest_replay()) is not None:
+                    answer.set_result((reply, payload))
             case _ if self._replay_reply is not None and not self._replay_reply.done():
                 self._replay_reply.set_result((reply, payload))
             case _:
@@ -296,13 +320,13 @@ class HopSession:
 
     def _on_step_reply(self, reply: messages.StepReply, payload: bytes | memoryview) -> bool:
         """Whether it was the awaited answer to a step, so that the chain has heard of it."""
-        kind = self.progress.steps.classify_reply(reply.step)
+        kind = self.progress.classify_reply(reply.step)
         if not self.is_sound or kind is ReplyKind.LATE:  # the outputs of a hop that failed are handed on by nobody
             return False
         if kind is ReplyKind.UNKNOWN:
             self._doubt(unexpected_reply(self.hop, reply))
             return False
-        shape = self.progress.steps.outputs(reply.step)
+        shape = self.progress.outputs(reply.step)
         try:
             left = validate_left(self.hop, self._context.span.start, shape.exits, reply.left)
             outputs = validate_outputs(self.hop, shape, payload, reply)
@@ -325,22 +349,24 @@ class HopSession:
         """An answer to no step of this client's. Raises the error if no other server may have sent one."""
         if not self.claims.was_open:
             raise error
-        self.claims.add(self.replied + 1, Claim(None, error))
+        self.claims.add(self.progress.replied + 1, Claim(None, error))
 
     def _on_refusal(self, refusal: messages.Refusal) -> None:
         if self.misled:
             return
         error = remote_error(refusal.code, f"{describe_hop(self.hop)} refused: {refusal.message}")
         if self._unanswered_replays and refusal.step is None:
-            self._on_replay_reply(lambda answer: answer.set_exception(error))
+            if (answer := self._oldest_replay()) is not None:
+                answer.set_exception(error)
             return
         self.progress.on_refused(error, refusal.step)
 
-    def _on_replay_reply(self, settle: Callable[[_ReplayReply], None]) -> None:
-        """The answer to the oldest replay has come. Only the newest is waited for; the others were interrupted."""
+    def _oldest_replay(self) -> _ReplayReply | None:
+        """What waits for the answer to the oldest replay, which has come: only the newest does, and others were
+        interrupted."""
         self._unanswered_replays -= 1
-        if not self._unanswered_replays and self._replay_reply is not None and not self._replay_reply.done():
-            settle(self._replay_reply)
+        waiting = self._replay_reply if not self._unanswered_replays else None
+        return waiting if waiting is not None and not waiting.done() else None
 
     def _on_lost(self, error: Exception) -> None:
         if isinstance(error, TooLargeReply) and self.claims.was_open:
@@ -353,3 +379,110 @@ class HopSession:
     def _fail_replay(self, error: Exception) -> None:
         if self._replay_reply is not None and not self._replay_reply.done():
             self._replay_reply.set_exception(error)
+
+
+class HopStream:
+    """Opens the stream, sends, listens to whatever comes, and closes.
+
+    A task listens all the time, because answers come to steps that this client never sent: the server before may have
+    pushed them.
+
+    Args:
+        network: this client's place in the network.
+        hop: the server.
+        on_message: called with each reply and its payload; what it raises ends the stream.
+        on_lost: called with the error that ended the stream.
+        max_reply_bytes: how large the payload of a reply may be now. All three are bound methods of the stream's
+            owner, which the stream does not keep alive.
+    """
+
+    def __init__(
+        self,
+        network: Network,
+        hop: Hop,
+        on_message: Callable[[messages.ServerMessage, bytes | memoryview], None],
+        on_lost: Callable[[Exception], None],
+        max_reply_bytes: Callable[[], int],
+    ) -> None:
+        self._network = network
+        self._hop = hop
+        self._on_message = weak_callback(on_message, None)
+        self._on_lost = weak_callback(on_lost, None)
+        self._max_reply_bytes = weak_callback(max_reply_bytes, 0)
+        self._stream: Stream | None = None
+        self._listener: asyncio.Task[None] | None = None
+
+    async def connect(self) -> Stream:
+        """A new stream in the place of the old one, which only its opener reads until `listen`. Raises `PeerLost`."""
+        self.hang_up()
+        self._stream = await self._network.open_stream(self._hop.server.peer_id)
+        return self._stream
+
+    def listen(self) -> None:
+        """Hand over all that comes from now on."""
+        if self._stream is not None:
+            self._listener = asyncio.get_running_loop().create_task(self._listen(self._stream))
+            _listeners.add(self._listener)
+            self._listener.add_done_callback(_listeners.discard)
+
+    async def send(self, message: messages.Message, payload: bytes | memoryview, seconds: float) -> None:
+        """Send a message, which the server has to read within `seconds`. Raises `PeerLost` or `PeerTimeout`."""
+        if self._stream is None:
+            raise PeerLost(f"{describe_hop(self._hop)} is not connected")
+        try:
+            async with asyncio.timeout(seconds):
+                await self._stream.send(message, payload)
+        except TimeoutError:
+            raise PeerTimeout(f"{describe_hop(self._hop)} has read nothing for {seconds:.1f} s") from None
+        except PeerLost as error:
+            raise PeerLost(f"{describe_hop(self._hop)} is gone: {error}") from None
+
+    async def close(self, drain: bool) -> None:
+        """Tell the server that the session is over, if it can still be told, and hang up.
+
+        Args:
+            drain: wait until the server has ended the stream. One that is still going to answer would fail to do so if
+                the client had hung up, and with that fails the stream on which the farewell lies unread.
+        """
+        try:
+            if self._stream is not None:
+                with suppress(RemoteError, TimeoutError):
+                    async with asyncio.timeout(CLOSE_TIMEOUT_S):
+                        await self._stream.send(messages.CloseSession())
+                        if drain:
+                            await self._drain(self._stream)
+        finally:
+            self.hang_up()
+
+    async def _drain(self, stream: Stream) -> None:
+        if self._listener is not None:
+            await asyncio.wait({self._listener})
+        else:  # the answer to the opening has not been read
+            while True:
+                await stream.receive(0)
+
+    def hang_up(self) -> None:
+        """End the connection without a word."""
+        if self._listener is not None:
+            self._listener.cancel()
+            self._listener = None
+        if self._stream is not None:
+            self._stream.close()
+            self._stream = None
+
+    @property
+    def is_listening(self) -> bool:
+        return self._listener is not None
+
+    async def _listen(self, stream: Stream) -> None:
+        try:
+            while True:
+                try:
+                    frame = await stream.receive(self._max_reply_bytes)
+                except ProtocolViolation as error:
+                    raise TooLargeReply(f"{describe_hop(self._hop)}: {error}") from None
+                self._on_message(messages.decode_server(frame.header), frame.payload)
+        except PeerLost as error:
+            self._on_lost(PeerLost(f"{describe_hop(self._hop)} is gone: {error}"))
+        except RemoteError as error:
+            self._on_lost(error)

@@ -7,7 +7,7 @@ appended). What is folded for good, when the list has grown much longer than the
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -64,19 +64,20 @@ class Step:
     @property
     def request(self) -> StepRequest:
         """How it is sent to the hop, by this client or by the server before."""
+        layout = self.layout
         return StepRequest(
             step=self.number,
-            starts=list(self.layout.starts),
-            counts=list(self.layout.counts),
+            starts=list(layout.starts),
+            counts=list(layout.counts),
             format=self.hidden.wire,
             dtype=self.hidden.dtype,
-            sources=_list(self.layout.sources),
-            offsets=_list(self.layout.offsets),
-            rope_lengths=_list(self.layout.rope_lengths),
+            sources=None if layout.sources is None else list(layout.sources),
+            offsets=None if layout.offsets is None else list(layout.offsets),
+            rope_lengths=None if layout.rope_lengths is None else list(layout.rope_lengths),
             epoch=self.epoch,
             follows=self.follows,
             exits=self.exits,
-            left=_list(self.hidden.left),
+            left=None if self.hidden.left is None else list(self.hidden.left),
             exit_block=self.exit_block,
         )
 
@@ -141,9 +142,10 @@ class InputHistory:
         """Tokens that a replay of everything has, at most: what was set back is counted twice."""
         return sum(map(_length, self._rows)) + self._unfolded
 
-    def drop(self, number: int) -> None:
-        """Forget a step that was given up."""
-        self._steps.pop(number, None)
+    def drop_after(self, after: int) -> None:
+        """Forget the steps behind number `after`, which were given up."""
+        for number in [number for number in self._steps if number > after]:
+            del self._steps[number]
 
     def forget_from(self, first: int) -> None:
         """Forget the steps from number `first` on, which come again, perhaps with other values."""
@@ -239,7 +241,3 @@ def _packed(pieces: list[_TokenRun]) -> PackedHidden:
     hidden_TH = torch.cat([piece.hidden_TH for piece in pieces if len(piece.hidden_TH)])
     payload = encode_tensor(hidden_TH, WireFormat.NONE)
     return PackedHidden(payload, hidden_TH.shape[0], hidden_TH.shape[1], WireFormat.NONE, dtype_name(hidden_TH.dtype))
-
-
-def _list(values: Sequence[int] | None) -> list[int] | None:
-    return list(values) if values is not None else None

@@ -6,7 +6,7 @@ import asyncio
 import math
 import time
 
-from swarm.client.chain.alarm import Alarm
+from swarm.client.chain.late import Alarm
 from tests import virtual_time
 
 

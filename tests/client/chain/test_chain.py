@@ -11,7 +11,7 @@ import torch
 
 from swarm.client.chain import chain
 from swarm.client.chain.next_action import Deliver, Finished, WaitUntil, next_action
-from swarm.client.hops import own_checksums
+from swarm.client.hops import blame
 from swarm.client.wire.packed_hidden import PackedHidden
 from swarm.data_structures import StepLayout, WireFormat
 from swarm.errors import NotFinite, SessionClosed, TooLong
@@ -134,8 +134,8 @@ def test_closing_ends_the_comparison_of_large_inputs(span_model, monkeypatch):
         await asyncio.sleep(1)
         return work(*args)
 
-    monkeypatch.setattr(own_checksums, "MAX_INLINE_BYTES", 0)
-    monkeypatch.setattr(own_checksums.asyncio, "to_thread", slowly)
+    monkeypatch.setattr(blame, "MAX_INLINE_BYTES", 0)
+    monkeypatch.setattr(blame.asyncio, "to_thread", slowly)
 
     async def scenario():
         swarm = Swarm(span_model, ONCE)

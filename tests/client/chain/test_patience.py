@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarm.client.chain.patience import (
+from swarm.client.chain.late import (
     ASKED_SHARE,
     MAX_ALLOWANCE,
     MAX_SLOWNESS,
@@ -16,10 +16,8 @@ from swarm.client.chain.patience import (
     common_slowness,
     first_late,
     is_worth_leaving,
-    none_late_before,
 )
-from swarm.client.hops.awaited_steps import NO_STEP
-from swarm.client.hops.hop_clock import HopClock
+from swarm.client.hops.hop_progress import NO_STEP, HopClock
 from swarm.client.wire.timeout_estimator import TimeoutEstimator
 
 seconds = st.floats(1e-4, 10.0)
@@ -71,7 +69,7 @@ def test_the_first_to_be_late_is_asked_about_first():
 def test_nothing_is_late_before_the_usual_time_has_passed(times, refill):
     route = [hop(usual, last, handed) for usual, last, handed in times]
     late = first_late(route, [refill] * len(route))
-    assert late is None or late.time >= none_late_before(route)
+    assert late is None or late.time >= min(one.clock.late for one in route)
 
 
 @given(seconds, seconds, st.floats(1.0, 6.0))

@@ -218,7 +218,7 @@ def test_whatever_ends_the_step_frees_the_others(span_model, how, at):
 @pytest.mark.parametrize("name", NAMES)
 def test_a_server_that_is_slow_all_the_time_is_left_and_new_sessions_avoid_it(span_model, name):
     async def act(swarm, talk):
-        talk.chain._hops.asking.allowance.take()  # so that it has the time to be slow
+        talk.chain._hops.standbys.allowance.take()  # so that it has the time to be slow
         await slow_for(swarm, name, 2.0)
         began = now()
         for _ in range(25):

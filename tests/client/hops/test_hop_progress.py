@@ -18,9 +18,7 @@ from hypothesis.stateful import (
 )
 
 import swarm.client
-from swarm.client.hops.awaited_steps import NO_STEP, ReplyKind
-from swarm.client.hops.hop_clock import NO_DEADLINE
-from swarm.client.hops.hop_progress import MAX_RETRIES, HopProgress
+from swarm.client.hops.hop_progress import MAX_RETRIES, NO_DEADLINE, NO_STEP, HopProgress, ReplyKind
 from swarm.client.wire.reply_checks import OutputShape
 from swarm.client.wire.timeout_estimator import TimeoutEstimator
 from swarm.errors import (
@@ -61,24 +59,24 @@ def answer(progress: HopProgress, number: int, now: float = 1.0) -> bool:
 def test_a_step_is_expected_handed_and_answered():
     progress = hop(0)
     assert not progress.is_handed(0)
-    assert progress.steps.numbers() == [0]
+    assert progress.expected == [0]
     deliver(progress, 0)
     assert progress.is_handed(0)
     assert 0 < progress.deadline < NO_DEADLINE
-    assert progress.steps.classify_reply(0) is ReplyKind.EXPECTED
+    assert progress.classify_reply(0) is ReplyKind.EXPECTED
     assert answer(progress, 0)
-    assert (progress.replied, progress.deadline, progress.steps.numbers()) == (0, NO_DEADLINE, [])
-    assert progress.steps.classify_reply(0) is ReplyKind.LATE
-    assert progress.steps.classify_reply(1) is ReplyKind.UNKNOWN
+    assert (progress.replied, progress.deadline, progress.expected) == (0, NO_DEADLINE, [])
+    assert progress.classify_reply(0) is ReplyKind.LATE
+    assert progress.classify_reply(1) is ReplyKind.UNKNOWN
 
 
 def test_giving_up_and_going_on_is_an_ordinary_transition():
     progress = hop(0, 1, 2)
     deliver(progress, 0, 1, 2)
-    progress.on_given_up(after=0, last=2, copied_rows=False)
-    assert progress.steps.numbers() == [0]
+    progress.on_given_up(after=0, copied_rows=False)
+    assert progress.expected == [0]
     assert not progress.stale
-    assert progress.steps.classify_reply(1) is ReplyKind.LATE
+    assert progress.classify_reply(1) is ReplyKind.LATE
     progress.on_refused(NotFinite("no"), 2)
     assert progress.error is None
     progress.on_expected(3, ONE_TOKEN, 0.0)
@@ -93,7 +91,7 @@ def test_giving_up_between_a_failure_and_its_repair():
     deliver(progress, 0, 1, 2)
     assert answer(progress, 0)
     progress.on_failed(PeerLost("gone"))
-    progress.on_given_up(after=1, last=2, copied_rows=False)
+    progress.on_given_up(after=1, copied_rows=False)
     assert progress.may_be_repaired
     progress.on_opened()
     progress.on_reopened(next_step=1)
@@ -101,7 +99,7 @@ def test_giving_up_between_a_failure_and_its_repair():
     progress.on_repair_ended(None)
     progress.on_joined(2, 2)
     progress.on_expected(3, ONE_TOKEN, 0.0)
-    assert progress.steps.numbers() == [1, 3]
+    assert progress.expected == [1, 3]
     assert not progress.is_handed(1)
     deliver(progress, 1, 3)
     assert answer(progress, 1)
@@ -110,7 +108,7 @@ def test_giving_up_between_a_failure_and_its_repair():
 
 def test_a_given_up_step_that_copied_rows_needs_a_refill():
     progress = hop(0)
-    progress.on_given_up(after=NO_STEP, last=0, copied_rows=True)
+    progress.on_given_up(after=NO_STEP, copied_rows=True)
     assert progress.stale
     assert progress.may_be_repaired
     progress.on_replay_begun()
@@ -177,7 +175,7 @@ def test_when_pushes_stop_the_client_delivers_what_was_pushed_and_not_answered()
     assert answer(progress, 0)
     progress.on_pushes_stopped()
     assert [progress.is_handed(number) for number in range(5)] == [True, True, False, False, False]
-    assert progress.steps.numbers() == [1, 2, 3, 4]
+    assert progress.expected == [1, 2, 3, 4]
     deliver(progress, 2, 3, 4)
     assert all(answer(progress, number) for number in (1, 2, 3, 4))
 
@@ -210,7 +208,7 @@ def test_only_events_change_it(path):
         for target in targets if isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign) else []:
             if isinstance(target, ast.Attribute):
                 owner = ast.unparse(target.value)
-                assert not owner.endswith(("progress", "progress.steps")), f"{path.name}:{node.lineno}"
+                assert not owner.endswith(("progress", "progress.clock")), f"{path.name}:{node.lineno}"
 
 
 class AnyHistory(RuleBasedStateMachine):
@@ -242,7 +240,7 @@ class AnyHistory(RuleBasedStateMachine):
         if pushed:
             self.progress.on_pushed(number, True, self.now)
         if not self.progress.is_handed(number):
-            self.progress.on_delivered(number, self.progress.steps.outputs(number), self.now)
+            self.progress.on_delivered(number, self.progress.outputs(number), self.now)
 
     @precondition(lambda self: self.handed())
     @rule(seconds=st.floats(0, 10), missing=st.booleans())
@@ -250,7 +248,7 @@ class AnyHistory(RuleBasedStateMachine):
         self.now += seconds
         handed = self.handed()
         number = handed[-1] if missing else handed[0]
-        assert self.progress.steps.classify_reply(number) is ReplyKind.EXPECTED
+        assert self.progress.classify_reply(number) is ReplyKind.EXPECTED
         before = self.progress.replied
         if self.progress.on_reply(number, 0.0, False, self.now):
             assert number == handed[0]
@@ -266,10 +264,10 @@ class AnyHistory(RuleBasedStateMachine):
     @rule(data=st.data(), copied=st.booleans())
     def give_up(self, data: st.DataObject, copied: bool) -> None:
         after = data.draw(st.integers(self.live[0] - 1, self.live[-1]))
-        self.progress.on_given_up(after, self.next - 1, copied)
+        self.progress.on_given_up(after, copied)
         void = [number for number in self.live if number > after]
         self.live = [number for number in self.live if number <= after]
-        assert all(self.progress.steps.classify_reply(number) is ReplyKind.LATE for number in void)
+        assert all(self.progress.classify_reply(number) is ReplyKind.LATE for number in void)
 
     @rule()
     def lose_connection(self) -> None:
@@ -293,7 +291,7 @@ class AnyHistory(RuleBasedStateMachine):
     def what_is_awaited_is_what_is_wanted(self) -> None:
         if not hasattr(self, "live"):
             return
-        assert self.progress.steps.numbers() == self.live
+        assert self.progress.expected == self.live
         assert self.progress.replied < min(self.live, default=self.next)
         if not self.handed():
             assert self.upcoming() == (self.live[0] if self.live else None)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from swarm.client.chain.chain import Chain
-from swarm.client.hops.session_constants import SessionContext
+from swarm.client.hops.hop_session import SessionContext
 from swarm.client.wire.adapter_upload import AdapterUpload, pack_adapter
 from swarm.data_structures import Span, StepLayout
 from swarm.errors import RemoteError

@@ -3,111 +3,130 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarm.client.chain.blame import (
-    Claim,
-    Evidence,
-    Finding,
-    InputClaims,
-    Verdict,
-    checked_up_to,
-    first_finding,
-    verdict,
-)
+from swarm.client.hops.blame import Claim, Finding, InputClaims, Verdict, checked_up_to, first_finding
+from swarm.client.hops.hop_progress import HopProgress
+from swarm.client.hops.input_history import InputHistory, Step
+from swarm.client.wire.packed_hidden import PackedHidden
+from swarm.client.wire.timeout_estimator import TimeoutEstimator
+from swarm.data_structures import StepLayout, WireFormat
 from swarm.errors import NotFiniteOutputs, ProtocolViolation
+from swarm.protocol.input_checksum import input_checksum
 
 BAD, NAN = ProtocolViolation("of another shape"), NotFiniteOutputs("not finite")
 
 
+def step(payload: bytes, number: int = 0) -> Step:
+    """A step of one token with this input."""
+    return Step(number, StepLayout((0,), (1,)), PackedHidden(payload, 1, 2, WireFormat.NONE, "float32"))
+
+
+def checksum(payload: bytes, number: int = 0) -> bytes:
+    one = step(payload, number)
+    return input_checksum(one.request, payload)
+
+
 def test_the_table():
     """Each row of the page's table, for all that it leaves open."""
-    for fits, usable, finite, was_open, same, own in itertools.product([True, False, None], *[[True, False]] * 5):
-        if fits is None:
-            expected = Verdict.RIGHT if usable else Verdict.AGAIN
+    for copy, fits, error, was_open, is_first in itertools.product(
+        ["missing", "known", "of another server"], [True, False, None], [None, BAD, NAN], [True, False], [True, False]
+    ):
+        if fits is None and error is None:
+            continue  # an answer to no step of this client is always an error
+        claims = InputClaims(lambda: None)
+        claims.was_open = was_open
+        if copy == "of another server":
+            claims.on_pusher_replaced(0)
+        claim = Claim({True: checksum(b"x"), False: b"other", None: None}[fits], error)
+        expected: Verdict | None
+        if copy == "of another server":
+            expected = Verdict.RIGHT if error is None else Verdict.AGAIN
+        elif fits is not None and copy == "missing":
+            expected = None
         elif not fits:
-            expected = Verdict.LIAR if same or not was_open else Verdict.LINK
-        elif usable:
+            expected = Verdict.LINK if was_open else Verdict.LIAR
+        elif error is None:
             expected = Verdict.RIGHT
         else:
-            expected = Verdict.LIAR if own or finite else Verdict.NONSENSE
-        assert verdict(Evidence(fits, usable, finite, was_open, same, own)) is expected
+            expected = Verdict.LIAR if is_first or error is BAD else Verdict.NONSENSE
+        assert claims.judge(0, claim, step(b"x") if copy == "known" else None, is_first) is expected
 
 
-@dataclass
 class Hop:
     """A hop as this client sees it: what went in, as far as it knows, and what the server says."""
 
-    peer_id: str
-    copy: bytes | None
-    claims: InputClaims = field(default_factory=InputClaims)
-    replied: int = 0
-    is_sound: bool = True
-
-    def own_checksum(self, number: int) -> bytes | None:
-        return self.copy
+    def __init__(self, copy: bytes | None, claim: Claim | None = None, was_open: bool = False) -> None:
+        self.claims = InputClaims(lambda: None)
+        self.progress = HopProgress("server", TimeoutEstimator(0.1, 0.01, 60.0))
+        self.progress.on_refilled(0)
+        self.history = InputHistory()
+        self.misled = False
+        self.claims.was_open = was_open
+        if copy is not None:
+            self.history.add(step(copy))
+        if claim is not None:
+            self.claims.add(0, claim)
 
 
 def hops(*known: tuple[bytes | None, Claim | None]) -> list[Hop]:
     """Hops at different servers, of which each pushes to the next, after step 0."""
-    found = []
-    for index, (copy, claim) in enumerate(known):
-        hop = Hop(f"server {index}", copy)
-        hop.claims.was_open = index > 0
-        if claim is not None:
-            hop.claims.add(0, claim)
-        found.append(hop)
-    return found
+    return [Hop(copy, claim, index > 0) for index, (copy, claim) in enumerate(known)]
+
+
+def right(payload: bytes, number: int = 0) -> Claim:
+    return Claim(checksum(payload, number))
 
 
 def test_what_is_right_is_settled():
-    route = hops((b"x", Claim(b"x")), (b"y", Claim(b"y")))
+    route = hops((b"x", right(b"x")), (b"y", right(b"y")))
     assert first_finding(route) is None
-    assert [hop.claims.first() for hop in route] == [None, None]
+    assert [hop.claims.open for hop in route] == [{}, {}]
     assert [checked_up_to(hop) for hop in route] == [0, 0]
 
 
 def test_a_copy_that_has_yet_to_come_is_waited_for():
-    route = hops((b"x", Claim(b"x")), (None, Claim(b"y")), (b"z", Claim(b"other")))
+    route = hops((b"x", right(b"x")), (None, right(b"y")), (b"z", Claim(b"other")))
     assert first_finding(route) is None  # the last one may have computed what the second was made to
     assert [checked_up_to(hop) for hop in route] == [0, -1, -1]
-    route[1].copy = b"y"
+    route[1].history.add(step(b"y"))
     assert first_finding(route) == Finding(2, 0, Verdict.LINK, Claim(b"other"))
 
 
 def test_the_first_that_is_wrong_counts():
     """Those behind it have taken that over in good faith."""
-    route = hops((b"x", Claim(b"x")), (b"y", Claim(b"other")), (b"z", Claim(b"another")))
+    route = hops((b"x", right(b"x")), (b"y", Claim(b"other")), (b"z", Claim(b"another")))
     assert first_finding(route) == Finding(1, 0, Verdict.LINK, Claim(b"other"))
-    route[1].is_sound = False
+    route[1].misled = True
     assert first_finding(route) is None
 
 
 @pytest.mark.parametrize(("claim", "expected"), [(Claim(b"other"), None), (Claim(None, BAD), Verdict.AGAIN)])
 def test_there_is_nothing_to_compare_with_after_the_one_before_was_replaced(claim, expected):
-    route = hops((b"x", Claim(b"x")), (b"y", claim))
+    route = hops((b"x", right(b"x")), (b"y", claim))
     route[1].claims.on_pusher_replaced(0)
     found = first_finding(route)
     assert (found.verdict if found is not None else None) is expected
     route[1].claims.forget_after(-1)
     route[1].claims.add(1, Claim(b"other"))
     assert first_finding(route) is None  # not before the step at the first server
-    route[0].replied = 1
+    route[0].progress.on_refilled(1)
+    route[1].history.add(step(b"y", 1))
     assert first_finding(route) == Finding(1, 1, Verdict.LINK, Claim(b"other"))
 
 
 def test_an_answer_to_no_step_of_this_client_waits_for_nothing():
     route = hops((b"x", None), (None, Claim(None, BAD)))
-    route[0].replied = -1
+    route[0].progress.on_refilled(-1)
     assert first_finding(route) == Finding(1, 0, Verdict.LINK, Claim(None, BAD))
 
 
 def test_steps_that_were_given_up_do_not_matter():
-    route = hops((b"x", Claim(b"x")), (b"y", Claim(b"other")))
+    route = hops((b"x", right(b"x")), (b"y", Claim(b"other")))
     route[1].claims.forget_after(-1)
     assert first_finding(route) is None
 
@@ -153,10 +172,8 @@ def test_no_honest_server_is_ever_proven_to_lie(route, data):
         error = one.spoils
         if error is None and got != copy:
             error = data.draw(st.sampled_from([None, BAD, NAN]))
-        hop = Hop(f"server {index}", copy)
-        hop.claims.was_open = index > 0 and one.is_open
-        hop.claims.add(0, Claim(b"a lie" if one.claims_other else got, error))
-        seen.append(hop)
+        claim = Claim(b"a lie" if one.claims_other else checksum(got), error)
+        seen.append(Hop(copy, claim, index > 0 and one.is_open))
     found = first_finding(seen)
     if found is None:
         return
