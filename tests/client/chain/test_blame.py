@@ -26,16 +26,16 @@ BAD, NAN = ProtocolViolation("of another shape"), NotFiniteOutputs("not finite")
 
 def test_the_table():
     """Each row of the page's table, for all that it leaves open."""
-    for fits, usable, finite, was_open, same, own in itertools.product([True, False, None], *[[True, False]] * 5):
+    for fits, usable, finite, was_open, own in itertools.product([True, False, None], *[[True, False]] * 4):
         if fits is None:
             expected = Verdict.RIGHT if usable else Verdict.AGAIN
         elif not fits:
-            expected = Verdict.LIAR if same or not was_open else Verdict.LINK
+            expected = Verdict.LINK if was_open else Verdict.LIAR
         elif usable:
             expected = Verdict.RIGHT
         else:
             expected = Verdict.LIAR if own or finite else Verdict.NONSENSE
-        assert verdict(Evidence(fits, usable, finite, was_open, same, own)) is expected
+        assert verdict(Evidence(fits, usable, finite, was_open, own)) is expected
 
 
 @dataclass

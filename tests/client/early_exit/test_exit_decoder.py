@@ -53,9 +53,6 @@ class World(PaperServers):
     boundaries = tuple(range(1, SERVERS))
     route = Route(tuple(Hop(info, info.span) for info in (server_info(n, n + 1, f"p{n}") for n in range(SERVERS))))
 
-    def boundaries_for(self, options: Any) -> tuple[int, ...]:
-        return self.boundaries
-
     def send(self, tokens: torch.Tensor, exits: Any, exit_block: int | None) -> Any:
         assert exits is None
         number = len(self.sent)
