@@ -33,7 +33,7 @@ from benchmarks.early_exit.leaving import AtExit, Quality, leave, measured, qual
 from benchmarks.early_exit.quality_picture import draw
 from scripts.calibrate_wire import read_texts
 from scripts.exit_loss import read_hidden, states_behind
-from swarm.client.early_exit.exit_training import KEPT_TOKENS, LensFit, fit_classifier
+from swarm.client.model.train_exits import KEPT_TOKENS, LensFit, fit_classifier
 from swarm.data_structures import ExitBatchRule, ExitConfidence, ExitThresholds, Span, StepLayout
 from swarm.models.checkpoints.checkpoint import DEMO_FOLDER, open_checkpoint
 from swarm.models.execution.session_cache import SessionCache, advance_steps

@@ -19,17 +19,23 @@ import torch
 
 from swarm.client.chain.chain import MAX_STEPS_UNDER_WAY
 from swarm.client.early_exit.exit_terms import RouteExits
-from swarm.client.early_exit.hidden_reader import HiddenReader
-from swarm.client.early_exit.look_meter import LookMeter
 from swarm.client.early_exit.options import EarlyExit
 from swarm.client.early_exit.token_output import TokenOutput
-from swarm.client.early_exit.verification import verify_sampled
 from swarm.client.routes.events import ExitTaken, ExitVerified
 from swarm.client.session import InferenceSession
 from swarm.client.step_under_way import StepUnderWay
-from swarm.models.exits.confidence import decayed_threshold
+from swarm.models.exits.confidence import decayed_threshold, softmax_response, state_similarity
 from swarm.models.exits.trained_exits import TrainedExits
 from swarm.protocol.messages import ExitTerms
+
+MIN_GAIN = 3.0
+"""How many times as long as a look it has to take from there to the last server's answer."""
+
+KEPT_SHARE = 0.8
+"""What the next observation leaves of the average of those before."""
+
+TRIED_EVERY = 16
+"""Of the tokens that are not worth a look, one in so many is looked at, to see whether that has changed."""
 
 
 @dataclass(frozen=True)
@@ -328,3 +334,104 @@ class ExitDecoder:
 
 def _extended(tokens_RT: torch.Tensor, tokens_R: torch.Tensor) -> torch.Tensor:
     return torch.cat([tokens_RT, tokens_R.unsqueeze(1)], dim=1)
+
+
+class HiddenReader:
+    """Reads the hidden states of one `generate` call.
+
+    Args:
+        options: when tokens leave.
+        exits: lenses and classifiers, for the boundaries that have some.
+        head: hidden states `[R, 1, H]` behind the last block, or as if they were, to logits `[R, V]`.
+    """
+
+    def __init__(self, options: EarlyExit, exits: TrainedExits, head: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self._options, self._exits, self._head = options, exits, head
+
+    def logits(self, hidden_R1H: torch.Tensor, blocks_R: Sequence[int]) -> torch.Tensor:
+        """The logits `[R, V]` of hidden states in front of a block of each sequence, through its lens if there is one.
+
+        The number of the model's blocks stands for behind the last one.
+        """
+        read_R1H = hidden_R1H
+        for block in set(blocks_R):
+            lens = self._exits.lenses.get(block)
+            if lens is not None:
+                there_R11 = torch.tensor([one == block for one in blocks_R], device=hidden_R1H.device).view(-1, 1, 1)
+                read_R1H = torch.where(there_R11, lens(hidden_R1H), read_R1H)
+        return self._head(read_R1H)
+
+    def confidence(
+        self, block: int, before_RH: torch.Tensor, hidden_R1H: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """How sure tokens in front of `block` are `[R]`, and their logits `[R, V]` if these had to be computed.
+
+        Without a classifier for this block, they are not sure.
+
+        Args:
+            before_RH: hidden states where these tokens were looked at before.
+        """
+        match self._options.confidence:
+            case "similarity":
+                return state_similarity(before_RH, hidden_R1H[:, -1]), None
+            case "classifier":
+                return self._classified(block, hidden_R1H[:, -1]), None
+        logits_RV = self.logits(hidden_R1H, [block] * len(hidden_R1H))
+        return softmax_response(logits_RV), logits_RV
+
+    def _classified(self, block: int, hidden_RH: torch.Tensor) -> torch.Tensor:
+        classifier = self._exits.classifiers.get(block)
+        return classifier(hidden_RH) if classifier is not None else torch.zeros(len(hidden_RH), device=hidden_RH.device)
+
+
+class LookMeter:
+    """Averages of how long looks take, and of how long the answer takes from there."""
+
+    def __init__(self) -> None:
+        self._look_s: float | None = None
+        self._lag_s: float | None = None
+        self._skipped = 0
+
+    def on_look(self, seconds: float) -> None:
+        """A token was looked at."""
+        self._look_s = _averaged(self._look_s, seconds)
+
+    def on_answer(self, lag_s: float) -> None:
+        """The last server has answered to a token so long after it could be looked at first."""
+        self._lag_s = _averaged(self._lag_s, lag_s)
+
+    def is_worth_looking(self) -> bool:
+        """Whether to look at the next token."""
+        if self._look_s is None or self._lag_s is None or self._lag_s >= MIN_GAIN * self._look_s:
+            return True
+        self._skipped = (self._skipped + 1) % TRIED_EVERY
+        return self._skipped == 0
+
+
+def _averaged(before: float | None, value: float) -> float:
+    return value if before is None else KEPT_SHARE * before + (1 - KEPT_SHARE) * value
+
+
+def verify_sampled(
+    guess_R: torch.Tensor,
+    guess_scores_RV: torch.Tensor,
+    scores_RV: torch.Tensor,
+    generator: torch.Generator | None = None,
+) -> torch.Tensor:
+    """Tokens that are distributed as the full model says, `[R]`: the guesses, or others in their place.
+
+    Args:
+        guess_R: tokens that were drawn from the softmax of `guess_scores_RV`.
+        guess_scores_RV: processed logits where the tokens left.
+        scores_RV: the full model's processed logits.
+        generator: of random numbers, on the device of the tokens; None for torch's own.
+    """
+    expected_RV, guessed_RV = scores_RV.float().softmax(-1), guess_scores_RV.float().softmax(-1)
+    place_R1 = guess_R.unsqueeze(1)
+    ratio_R = (expected_RV.gather(1, place_R1) / guessed_RV.gather(1, place_R1)).squeeze(1)
+    stands_R = torch.rand(len(guess_R), generator=generator, device=guess_R.device) < ratio_R
+    rest_RV = (expected_RV - guessed_RV).clamp(min=0)
+    # Where both distributions are the same up to rounding, nothing is rejected, but a sum of zero could not be sampled.
+    rest_RV = torch.where(rest_RV.sum(-1, keepdim=True) > 0, rest_RV, expected_RV)
+    other_R = torch.multinomial(rest_RV, 1, generator=generator).squeeze(1)
+    return torch.where(stands_R, guess_R, other_R)
