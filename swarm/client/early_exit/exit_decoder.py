@@ -22,8 +22,7 @@ from swarm.client.early_exit.exit_terms import RouteExits
 from swarm.client.early_exit.options import EarlyExit
 from swarm.client.early_exit.token_output import TokenOutput
 from swarm.client.routes.events import ExitTaken, ExitVerified
-from swarm.client.session import InferenceSession
-from swarm.client.step_under_way import StepUnderWay
+from swarm.client.session import InferenceSession, StepUnderWay
 from swarm.models.exits.confidence import decayed_threshold, softmax_response, state_similarity
 from swarm.models.exits.trained_exits import TrainedExits
 from swarm.protocol.messages import ExitTerms
