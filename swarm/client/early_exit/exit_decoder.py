@@ -1,10 +1,10 @@
 """The loop that lets tokens leave between servers, in place of transformers' own.
 
-The newest token is on its way through the servers. This client receives a copy of what each of them hands on, and
-looks at it through the model's final norm and head. If the token is sure, its successor is chosen at once and sent off;
-the servers behind go on with the earlier one, so their caches become those of the full model. The last server's answer
-comes later. With `verify`, it decides whether the successor stands; if not, all that was sent off after it is given up.
-A later server whose copy surely says something else is believed before.
+While the newest token travels through the servers, this client receives a copy of each server's outputs and reads it
+through the model's final norm and head. If the token is sure, the client chooses its successor and sends that off at
+once. The servers behind continue with the earlier token, so their caches become those of the full model. The last
+server's answer comes later. With `verify`, it decides whether the successor stands; if not, everything that was sent
+after it is given up. In greedy texts, a later server's copy that is sure of another successor replaces the guess before.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from swarm.models.exits.trained_exits import TrainedExits
 from swarm.protocol.messages import ExitTerms
 
 MIN_GAIN = 3.0
-"""How many times as long as a look it has to take from there to the last server's answer."""
+"""Tokens are looked at if the last server's answer comes at least this many times later than a look takes."""
 
 KEPT_SHARE = 0.8
-"""What the next observation leaves of the average of those before."""
+"""Weight of the past in the averages of these times."""
 
 TRIED_EVERY = 16
-"""Of the tokens that are not worth a look, one in so many is looked at, to see whether that has changed."""
+"""Where looking does not pay, one token in so many is looked at, to see whether that has changed."""
 
 
 @dataclass(frozen=True)
@@ -90,13 +90,13 @@ class _Guess:
 
 @dataclass(eq=False)
 class _Flight:
-    """A token of each sequence on its way.
+    """A step under way: one token of each sequence.
 
     Attributes:
         tokens_RT: the sequences, this token included.
         open_R: sequences that have not ended.
         guess: of the next token, once this one has left.
-        looks: it is looked at on its way.
+        looks: whether it is looked at before the last server answers.
         seen: block in front of which it was looked at last.
         seen_at: when it could be looked at first.
         sure_R: sequences that were sure there.
@@ -187,7 +187,7 @@ class ExitDecoder:
         return room and bool(guess.open_R.any())
 
     def _wait(self, newest: _Flight) -> None:
-        """Wait for the last server's answer to the oldest token, or for a look at one that is on its way."""
+        """Wait until the last server has answered the oldest token, or until one under way can be looked at."""
         oldest, boundaries = self._flights[0], self._options.looked_at(self._session.boundaries)
 
         def is_answered() -> bool:
@@ -214,11 +214,11 @@ class ExitDecoder:
                 return
 
     def _come(self, flight: _Flight, blocks: Sequence[int]) -> list[int]:
-        """Those of the blocks in front of which a token was not looked at yet, and now can be."""
+        """Those of the blocks in front of which a token can be looked at now, for the first time."""
         return [block for block in blocks if block > flight.seen and self._session.has_outputs(flight.step, block)]
 
     def _look_at(self, flight: _Flight, block: int) -> None:
-        """Let a token leave in front of `block` if it is sure there; if it has left, see whether it still says so."""
+        """Let a token leave in front of `block` if it is sure there; if it has left before, check its guess."""
         began = time.perf_counter()
         if flight.seen_at is None:
             flight.seen_at = began
@@ -269,7 +269,7 @@ class ExitDecoder:
         return tokens_RT.shape[1] - self._prompt_length, self._sampling.max_length - self._prompt_length
 
     def _report_exits(self, flight: _Flight, blocks_R: Sequence[int]) -> None:
-        """Tell the listeners in front of which blocks the sequences that go on have left."""
+        """Tell the listeners in front of which blocks the open sequences have left."""
         left = [block for block, is_open in zip(blocks_R, flight.open_R.tolist(), strict=True) if is_open]
         if not self._options.leaves_by_row:
             left = sorted(set(left))
@@ -278,7 +278,7 @@ class ExitDecoder:
                 self._session.report(ExitTaken(block))
 
     def _settle(self, flight: _Flight) -> None:
-        """The oldest token has come to its end: what follows it is certain now."""
+        """The last server has answered the oldest token, so its successor is certain."""
         guess = flight.guess
         if flight.seen_at is not None:
             self._looks.on_answer(time.perf_counter() - flight.seen_at)
@@ -327,7 +327,7 @@ class ExitDecoder:
         return tokens_R if self._sampling.pad is None else torch.where(open_R, tokens_R, self._sampling.pad)
 
     def _still_open(self, tokens_R: torch.Tensor, open_R: torch.Tensor) -> torch.Tensor:
-        """Sequences that go on behind tokens that are not certain, as far as the tokens themselves say."""
+        """Sequences that uncertain tokens do not end."""
         return open_R if self._sampling.ends is None else open_R & ~torch.isin(tokens_R, self._sampling.ends)
 
 
@@ -384,7 +384,11 @@ class HiddenReader:
 
 
 class LookMeter:
-    """Averages of how long looks take, and of how long the answer takes from there."""
+    """Decides whether looking at tokens can save time.
+
+    A look computes the model's head. Where the last server answers soon after the first, the answer comes almost as soon
+    as the look ends, and wrong guesses cost the servers work.
+    """
 
     def __init__(self) -> None:
         self._look_s: float | None = None
@@ -396,7 +400,7 @@ class LookMeter:
         self._look_s = _averaged(self._look_s, seconds)
 
     def on_answer(self, lag_s: float) -> None:
-        """The last server has answered to a token so long after it could be looked at first."""
+        """The last server has answered this long after the token could first be looked at."""
         self._lag_s = _averaged(self._lag_s, lag_s)
 
     def is_worth_looking(self) -> bool:
@@ -417,7 +421,10 @@ def verify_sampled(
     scores_RV: torch.Tensor,
     generator: torch.Generator | None = None,
 ) -> torch.Tensor:
-    """Tokens that are distributed as the full model says, `[R]`: the guesses, or others in their place.
+    """Tokens with the full model's distribution, `[R]`: the guesses, or others in their place.
+
+    A guess stands with the probability that makes it so (Leviathan et al., "Fast Inference from Transformers via
+    Speculative Decoding", 2023, section 2.3 and appendix A.1).
 
     Args:
         guess_R: tokens that were drawn from the softmax of `guess_scores_RV`.
