@@ -4,7 +4,7 @@ While the newest token travels through the servers, this client receives a copy 
 through the model's final norm and head. If the token is sure, the client chooses its successor and sends that off at
 once. The servers behind continue with the earlier token, so their caches become those of the full model. The last
 server's answer comes later. With `verify`, it decides whether the successor stands; if not, everything that was sent
-after it is given up. In greedy texts, a later server's copy that is sure of another successor replaces the guess before.
+after it is given up. In greedy texts, a later server's copy that is sure of another successor replaces the guess.
 """
 
 from __future__ import annotations
@@ -386,8 +386,8 @@ class HiddenReader:
 class LookMeter:
     """Decides whether looking at tokens can save time.
 
-    A look computes the model's head. Where the last server answers soon after the first, the answer comes almost as soon
-    as the look ends, and wrong guesses cost the servers work.
+    A look computes the model's head. Where the last server answers soon after the first, its answer is there almost as
+    soon as the look is over, and wrong guesses cost the servers work.
     """
 
     def __init__(self) -> None:
