@@ -14,8 +14,7 @@ pushes and whose id no other server knows, and send its copy there itself. Then 
                                                         the same input; if its answer is not finite either, P is left
                                                         if another server can take its place
     differs     any           this client only          LIAR: A
-    differs     any           P, at the same server     LIAR: the server lies either way
-    differs     any           P, at another server      LINK: P or A lies. The two are no longer linked; A's session
+    differs     any           P                         LINK: P or A lies. The two are no longer linked; A's session
                                                         begins again, and this client sends its own copy
     no copy     usable        any                       RIGHT: P was replaced in the middle of the step, and its
                                                         successor's copy may differ in the last bits

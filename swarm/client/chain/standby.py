@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 
 class Standby:
-    """Servers that may take the place of successive hops at another one.
+    """Servers that may take the place of a hop at another one.
 
     Attributes:
         late: the hops that are waited for.
