@@ -15,7 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from swarm import EarlyExit
-from swarm.client.early_exit import look_meter
+from swarm.client.early_exit import exit_decoder
 from tests.client.prompts import PAD, padded_batch
 from tests.server_caches import largest_difference
 from tests.slow import slow_except
@@ -33,7 +33,7 @@ SAME_REST = {
 
 @pytest.mark.parametrize("family", slow_except([one for one in FAMILIES if one not in SAME_REST], *REPRESENTATIVES))
 def test_family(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(look_meter, "MIN_GAIN", 0.0)  # look also at servers that are so near that it is not worth it
+    monkeypatch.setattr(exit_decoder, "MIN_GAIN", 0.0)  # look also at servers that are so near that it is not worth it
     folder = make_checkpoint(family, tmp_path)
     local = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     inputs = padded_batch()

@@ -24,16 +24,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from matplotlib.figure import Figure
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.common import machine
 from benchmarks.common.tables import table
 from benchmarks.early_exit.leaving import AtExit, Quality, leave, measured, quality
-from benchmarks.early_exit.quality_picture import draw
 from scripts.calibrate_wire import read_texts
 from scripts.exit_loss import read_hidden, states_behind
-from swarm.client.early_exit.exit_training import KEPT_TOKENS, LensFit, fit_classifier
+from swarm.client.model.train_exits import KEPT_TOKENS, LensFit, fit_classifier
 from swarm.data_structures import ExitBatchRule, ExitConfidence, ExitThresholds, Span, StepLayout
 from swarm.models.checkpoints.checkpoint import DEMO_FOLDER, open_checkpoint
 from swarm.models.execution.session_cache import SessionCache, advance_steps
@@ -55,6 +55,9 @@ THRESHOLDS: dict[ExitConfidence, tuple[float, ...]] = {
 BATCHES = (1, 4, 16)
 WAYS: tuple[tuple[int, ExitBatchRule], ...] = ((1, "row"), (4, "row"), (4, "all"), (16, "row"), (16, "all"))
 TRAIN_WINDOWS, TRAIN_TOKENS = 160, 256
+
+COLORS = {"softmax": "#2f6fdf", "similarity": "#d9822b", "classifier": "#3a9d5d"}
+LINES = {"exact": "-", "project": "--"}
 
 
 @torch.no_grad()
@@ -224,6 +227,31 @@ def batch_table(rows: Sequence[Row]) -> str:
         lines.append([f"{kind} > {threshold:g}", *cells])
     heading = [f"{batch}, {rule}" if batch > 1 else "1" for batch, rule in WAYS]
     return table(["skipped, agree, times plain", *heading], lines)
+
+
+def draw(rows: Sequence[Row], path: Path) -> None:
+    """Draw agreement and perplexity against the share of blocks that is skipped, by confidence and fill."""
+    figure = Figure(figsize=(9, 3.6), layout="constrained")
+    agreement, perplexity = figure.subplots(1, 2)
+    for kind, color in COLORS.items():
+        for fill, line in LINES.items():
+            chosen = sorted(
+                (row.quality for row in rows if (row.confidence, row.fill) == (kind, fill)), key=lambda one: one.skipped
+            )
+            skipped = [100 * one.skipped for one in chosen]
+            label = f"{kind}, {fill}"
+            style = {"color": color, "linestyle": line, "marker": "o", "markersize": 3, "label": label}
+            agreement.plot(skipped, [100 * one.agreement for one in chosen], **style)
+            perplexity.plot(skipped, [100 * one.perplexity for one in chosen], **style)
+    agreement.set_ylabel("successors that are the full model's, %", fontsize=8)
+    perplexity.set_ylabel("perplexity above the full model's, %", fontsize=8)
+    for axis in (agreement, perplexity):
+        axis.set_xlabel("blocks skipped, %", fontsize=8)
+        axis.tick_params(labelsize=8)
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.grid(alpha=0.3)
+    agreement.legend(fontsize=7, frameon=False)
+    figure.savefig(path, dpi=110)
 
 
 def main() -> None:

@@ -31,7 +31,7 @@ from benchmarks.common.tables import spread, table, times
 from benchmarks.common.worker import start_workers
 from swarm import AutoDistributedModelForCausalLM, EarlyExit
 from swarm.cli.local_swarm import LocalSwarm
-from swarm.client.early_exit import look_meter
+from swarm.client.early_exit import exit_decoder
 from swarm.transport.p2p import quiet_hivemind
 
 WORKER = "benchmarks.early_exit.urgency"
@@ -59,7 +59,7 @@ def run_client(path: str, address: str, number: int) -> None:
     """
     torch.set_num_threads(1)
     quiet_hivemind()
-    look_meter.MIN_GAIN = 0.0  # it would find that exits do not pay here, and stop
+    exit_decoder.MIN_GAIN = 0.0  # it would find that exits do not pay here, and stop
     model: Any = AutoDistributedModelForCausalLM.from_pretrained(path, initial_peers=[address], wire="none")
     prompt_1T = torch.randint(0, 1024, (1, PROMPT_TOKENS), generator=torch.Generator().manual_seed(number))
     options = {YIELDING: EarlyExit(threshold=0.0), URGENT: AllUrgent(threshold=0.0)}

@@ -8,7 +8,7 @@ thread.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,7 +19,6 @@ from swarm.client.connection import SwarmConnection
 from swarm.client.early_exit.options import EarlyExit
 from swarm.client.local_blocks import LocalSession
 from swarm.client.routes.events import EventListener, SessionEvent
-from swarm.client.step_under_way import StepUnderWay
 from swarm.client.wire.adapter import adapter_parts, detach_parts
 from swarm.client.wire.adapter_upload import pack_adapter
 from swarm.client.wire.packed_hidden import MAX_REQUEST_TOKENS
@@ -29,6 +28,23 @@ from swarm.errors import SessionClosed, TooLong, UsageError
 from swarm.models.placeholder_cache import PlaceholderCache
 from swarm.models.rope_lengths import rope_limit
 from swarm.protocol.messages import ExitTerms
+
+
+@dataclass(frozen=True)
+class StepUnderWay:
+    """A step that was sent off without waiting for what becomes of it, and is not settled.
+
+    Attributes:
+        number: its number in the session.
+        before: slots of each sequence before it.
+        hidden: what went into the blocks, `[sequences, slots, hidden_size]`.
+        real: mask of the slots that hold tokens; None if all do.
+    """
+
+    number: int
+    before: int
+    hidden: torch.Tensor
+    real: torch.Tensor | None
 
 
 class InferenceSession:

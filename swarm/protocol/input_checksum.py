@@ -3,7 +3,7 @@
 It covers the whole header of the request (number, positions, rows, format, exits) and the bytes of the payload. The
 bytes that one server pushes to the next are those of the client's copy, and both fill the header from the same step. So
 the checksums of two honest peers are equal, with no tolerance. What was pushed is summed up as the `StepRequest` inside
-the `PushRequest`; steps that were computed as one have the checksums of each.
+the `PushRequest`.
 
 SHA-256, cut to 16 bytes. A lying server chooses both texts, so the hash has to resist collisions; among those that do,
 it is the quickest one on processors that have instructions for it: 2.1 GB/s, where blake2b has 1.4; 16 KiB take 9 µs.

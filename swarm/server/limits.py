@@ -5,9 +5,8 @@ from __future__ import annotations
 DEFAULT_CACHE_TOKENS = 16384
 """Default capacity of the attention cache, in tokens."""
 
-KEPT_HIDDEN_STATES = 2
-"""How often a session may keep the hidden states of a token beside its cache: in its last reply, and in a step that
-waits for its next part."""
+KEPT_HIDDEN_STATES = 1
+"""How often a session may keep the hidden states of a token beside its cache: in its last reply."""
 
 MAX_DEFAULT_ADAPTER_BYTES = 1 << 30
 """Upper bound, in bytes, of the default memory for clients' adapters."""

@@ -41,7 +41,7 @@ OPTIONS = {
         "models", "--initial-peers", "--membership", "--host", "--port", "--keys", "--open", "--host-name",
         "--concurrent", "--queue", "--max-request", "--default-max-tokens", "--cors", "--monitor", "--public-status",
         "--wire", "--wait-for-blocks", "--exact", "--digests", "--trust-on-first-use", "--weights-from", "--early-exit",
-        "--exit-boundaries", "--exit-confidence", "--exits-from", "--approximate-exits", "--cache-dir", "--threads",
+        "--exit-confidence", "--exits-from", "--approximate-exits", "--cache-dir", "--threads",
         "--log-format", "--help",
     },
     "worker": {

@@ -244,7 +244,7 @@ class Swarm:
         """Once what it has just sent has arrived."""
         asyncio.get_running_loop().call_later(seconds, self.kill, name)
 
-    async def chain(self, early_exits: bool = False, boundaries: tuple[int, ...] = ()) -> Conversation:
+    async def chain(self, early_exits: bool = False) -> Conversation:
         span, emit = Span(0, BLOCKS), self.events.append
         chain = Chain(
             SessionContext(
@@ -255,7 +255,6 @@ class Swarm:
                 MAX_LENGTH,
                 emit=emit,
                 early_exits=early_exits,
-                boundaries=boundaries,
             )
         )
         await chain.open()
@@ -374,8 +373,7 @@ class Conversation:
 
     async def _look_at(self, one: _UnderWay, block: int) -> None:
         """What a step is in front of a block; nothing if the servers change meanwhile, and none ends there any more."""
-        awaited = (one.number, block) if one.number % 2 else None  # without it, servers may take their time
-        await self.chain.wait(lambda: self.chain.outputs(one.number, block) is not None, awaited)
+        await self.chain.wait(lambda: self.chain.outputs(one.number, block) is not None)
         found = self.chain.outputs(one.number, block)
         assert found is not None or block != BLOCKS
         if found is None:

@@ -2,7 +2,7 @@
 
 Every block is held by three servers or more. Messages are lost and delayed; servers die before or after anything they
 say, hang, answer garbage, push garbage, forget their sessions, take back a session's cache, leave, take very long;
-single streams break; the person interrupts. Half of the sessions cut their servers' spans. No exception may come out
+single streams break; the person interrupts. No exception may come out
 but the interruption.
 """
 
@@ -106,11 +106,6 @@ class Mischief:
             await server.handler.hand_over()
 
 
-def some_boundaries(chance: random.Random) -> tuple[int, ...]:
-    """Blocks at which a session cuts its servers' spans; often none."""
-    return tuple(sorted(chance.sample(range(1, BLOCKS), chance.choice([0, 0, 1, 2, 3]))))
-
-
 def spoilt(chance: random.Random, message: Any, payload: Any) -> tuple[Any, Any]:
     kind = chance.choice(["nan", "short", "long", "type", "bytes", "dtype"])
     if not payload:
@@ -176,7 +171,7 @@ def play(model: Any, seed: int) -> list[str]:
         mischief.log = log
         interrupts = chance.random() < 0.3
         swarm.on_message = mischief
-        talk = await swarm.chain(boundaries=some_boundaries(chance))
+        talk = await swarm.chain()
         for _ in range(8):
             log.append("step")
             step = asyncio.ensure_future(next_step(talk, chance))

@@ -15,7 +15,7 @@ from swarm.models.execution.span_model import SpanModel
 from swarm.models.exits.span_exits import SpanExits
 from swarm.protocol import messages
 from tests.client.chains import Swarm
-from tests.client.test_chain_faults import EACH_SEED, SERVERS, Mischief, run_logged, some_boundaries
+from tests.client.test_chain_faults import EACH_SEED, SERVERS, Mischief, run_logged
 
 EXIT = 1
 TERMS = messages.ExitTerms("similarity", ((EXIT, 0.0),), "row")
@@ -37,7 +37,7 @@ def play(model: SpanModel, seed: int) -> list[str]:
         sure = model.with_exits(Sure((EXIT,)))
         swarm = Swarm(sure, SERVERS, missing_blocks_timeout=2e4, push=push, older=older)
         await swarm.start()
-        talk = await swarm.chain(early_exits=True, boundaries=some_boundaries(chance))
+        talk = await swarm.chain(early_exits=True)
         talk.exits = TERMS
         mischief = Mischief(swarm, chance, chance.randint(1, 6), chance.choice([0.02, 0.1, 0.5]), chance.random() < 0.5)
         mischief.log = log

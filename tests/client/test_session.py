@@ -12,7 +12,7 @@ import pytest
 from swarm import EarlyExit
 from swarm.client.session import InferenceSession
 from swarm.data_structures import Span, WireFormat
-from swarm.errors import InvalidSpan, MissingBlocks, UsageError
+from swarm.errors import MissingBlocks, UsageError
 
 CONNECTION = SimpleNamespace(config=SimpleNamespace(wire=WireFormat.NONE))
 MODEL = SimpleNamespace(remote_blocks=SimpleNamespace(adapter=None), config=SimpleNamespace())
@@ -94,18 +94,12 @@ def test_who_was_interrupted_or_found_nobody_may_try_again():
     assert session.route is None
 
 
-@pytest.mark.parametrize(
-    ("options", "before", "after"),
-    [
-        (EarlyExit(fill="project", verify=False), (False, ()), (True, ())),
-        (EarlyExit(boundaries=(1, 3)), (False, ()), (False, (1, 3))),
-    ],
-)
-def test_servers_are_told_how_tokens_leave_before_anything_is_computed(options, before, after):
+def test_servers_are_told_how_tokens_leave_before_anything_is_computed():
+    options = EarlyExit(fill="project", verify=False)
     connection = Connection("open", "open", "open")
     plain, session = (InferenceSession(MODEL, connection, 8) for _ in range(2))
     plain.open()
-    assert connection.arguments[-2:] == before
+    assert connection.arguments[-1] is False
     plain.cache.commit(1, 3, None, None)
     with pytest.raises(UsageError, match="has computed tokens without; pass early_exit to inference_session as well"):
         plain.prepare_for(options)
@@ -114,47 +108,11 @@ def test_servers_are_told_how_tokens_leave_before_anything_is_computed(options, 
     plain.prepare_for(options)
     assert not connection.chains[0].is_open
     plain.open()
-    assert connection.arguments[-2:] == after
+    assert connection.arguments[-1] is True
     session.prepare_for(options)
     session.open()
-    assert connection.arguments[-2:] == after
+    assert connection.arguments[-1] is True
     session.cache.commit(1, 3, None, None)
     session.prepare_for(options)
     session.prepare_for(EarlyExit())
     assert [chain.is_open for chain in connection.chains] == [False, True, True]
-
-
-def test_a_session_is_cut_at_the_boundaries_of_all_its_calls():
-    connection = Connection("open", "open")
-    session = InferenceSession(MODEL, connection, 8)
-    session.prepare_for(EarlyExit(boundaries=(3,)))
-    session.open()
-    session.prepare_for(EarlyExit(boundaries=(1,)))
-    session.open()
-    assert connection.arguments[-1] == (1, 3)
-    session.cache.commit(1, 3, None, None)
-    session.prepare_for(EarlyExit(boundaries=(1,)))
-    assert [chain.is_open for chain in connection.chains] == [False, True]
-
-
-@pytest.mark.parametrize("boundary", [1, 4, 9])
-def test_boundaries_lie_among_the_blocks_of_servers(boundary):
-    """The client computes blocks 0:2 itself."""
-    connection = Connection()
-    connection.span = Span(2, 4)
-    session = InferenceSession(MODEL, connection, 8)
-    session.prepare_for(EarlyExit(boundaries=(3,)))
-    with pytest.raises(
-        InvalidSpan, match=rf"boundaries=\[{boundary}\] are not among blocks 2:4.* use blocks from 2 to 3"
-    ):
-        session.prepare_for(EarlyExit(boundaries=(boundary,)))
-
-
-def test_nothing_is_cut_behind_the_clients_own_blocks():
-    connection = Connection("open")
-    connection.span = Span(2, 4)
-    session = InferenceSession(MODEL, connection, 8)
-    session.open()
-    session.cache.commit(1, 3, None, None)
-    session.prepare_for(EarlyExit(boundaries=(2,)))
-    assert [chain.is_open for chain in connection.chains] == [True]

@@ -70,7 +70,6 @@ class Actor:
             self._replay: 6,
             self._wrong_replay: 4,
             self._give_up: 4,
-            self._expedite: 3,
             self._push: 10,
             self._chain: 8,
             self._reopen: 5,
@@ -218,10 +217,6 @@ class Actor:
         if not talk.is_over:
             model.note_given_up(first, end)
 
-    async def _expedite(self, session: SessionTalk) -> None:
-        model = session.model
-        await session.tell(messages.Expedite(integer(self._random, model.next_step)))
-
     async def _push(self, session: SessionTalk) -> None:
         """Another peer pushes a step, which it may or may not do; the answer comes to this one."""
         model, talk = session.model, session.talk
@@ -241,7 +236,7 @@ class Actor:
             await pushing.ask(messages.PushRequest(self._peer.peer_id, model.session_id, message), payload)
         finally:
             pushing.close()
-        answers = await talk.ask(messages.Expedite(0))
+        answers = await talk.ask(messages.SetNeighbors(None, None, None))
         if session.judge(message, expected, answers, messages.StepReply) is not None:
             model.note_step(message, payload)
             session.last = message, payload

@@ -192,7 +192,7 @@ class HttpMessages:
         chance = self.random
         special: dict[str, Callable[[], Any]] = {
             "messages": lambda: [self._message() for _ in range(chance.choice([0, 1, 2, 5]))],
-            "early_exit": lambda: {chance.choice(["threshold", "fill", "boundaries", "verify", "x"]): self._value()},
+            "early_exit": lambda: {chance.choice(["threshold", "fill", "verify", "x"]): self._value()},
             "response_format": self._response_format,
             "tools": lambda: [self._tool() for _ in range(chance.choice([1, 2, 129]))],
             "stream_options": lambda: {"include_usage": self._value()},

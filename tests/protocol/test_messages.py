@@ -84,7 +84,6 @@ CLIENT_MESSAGES: dict[type, st.SearchStrategy[messages.ClientMessage]] = {
     messages.StepRequest: steps,
     messages.PushRequest: st.builds(messages.PushRequest, client=names, session_id=session_ids, step=steps),
     messages.GiveUp: st.builds(messages.GiveUp, first=counts, end=counts),
-    messages.Expedite: st.builds(messages.Expedite, last=counts),
     messages.ReplayRequest: st.builds(
         messages.ReplayRequest,
         epoch=counts,

@@ -286,11 +286,15 @@ class Standbys:
         self.current = None
         return standby
 
-    def leave(self, late: HopSession) -> None:
-        """Others have taken the place of a hop that works."""
+    def leave(self, late: HopSession, was_slow: bool) -> None:
+        """Others have taken the place of a hop that works.
+
+        Args:
+            was_slow: it was slow all the time, as the measurements before say already.
+        """
         progress = late.progress
         progress.on_replaced()
-        if progress.awaited is not None:
+        if progress.awaited is not None and not was_slow:
             waited = progress.clock.waited(time.perf_counter())
             self._context.routes.note_overtaken(late.hop, waited, progress.tokens([progress.awaited]))
         self._start(self._see_off(late))

@@ -342,7 +342,7 @@ class LinkedHops:
         self._put(range(index, index + 1), hops)
         if not late.progress.replaced:
             self._context.emit(HopLost(late.peer_id, late.hop.span, PeerTimeout.code))
-            self.standbys.leave(late)
+            self.standbys.leave(late, was_slow=standby.number is None)
         self._report_recovered(standby.began)
         await self._link_new(index, len(hops), several)
 

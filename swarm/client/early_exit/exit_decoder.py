@@ -1,10 +1,10 @@
 """The loop that lets tokens leave between servers, in place of transformers' own.
 
-The newest token is on its way through the servers. This client receives a copy of what each of them hands on, and
-looks at it through the model's final norm and head. If the token is sure, its successor is chosen at once and sent off;
-the servers behind go on with the earlier one, so their caches become those of the full model. The last server's answer
-comes later. With `verify`, it decides whether the successor stands; if not, all that was sent off after it is given up.
-A later server whose copy surely says something else is believed before.
+While the newest token travels through the servers, this client receives a copy of each server's outputs and reads it
+through the model's final norm and head. If the token is sure, the client chooses its successor and sends that off at
+once. The servers behind continue with the earlier token, so their caches become those of the full model. The last
+server's answer comes later. With `verify`, it decides whether the successor stands; if not, everything that was sent
+after it is given up. In greedy texts, a later server's copy that is sure of another successor replaces the guess.
 """
 
 from __future__ import annotations
@@ -19,17 +19,22 @@ import torch
 
 from swarm.client.chain.chain import MAX_STEPS_UNDER_WAY
 from swarm.client.early_exit.exit_terms import RouteExits
-from swarm.client.early_exit.hidden_reader import HiddenReader
-from swarm.client.early_exit.look_meter import LookMeter
 from swarm.client.early_exit.options import EarlyExit
 from swarm.client.early_exit.token_output import TokenOutput
-from swarm.client.early_exit.verification import verify_sampled
 from swarm.client.routes.events import ExitTaken, ExitVerified
-from swarm.client.session import InferenceSession
-from swarm.client.step_under_way import StepUnderWay
-from swarm.models.exits.confidence import decayed_threshold
+from swarm.client.session import InferenceSession, StepUnderWay
+from swarm.models.exits.confidence import decayed_threshold, softmax_response, state_similarity
 from swarm.models.exits.trained_exits import TrainedExits
 from swarm.protocol.messages import ExitTerms
+
+MIN_GAIN = 3.0
+"""Tokens are looked at if the last server's answer comes at least this many times later than a look takes."""
+
+KEPT_SHARE = 0.8
+"""Weight of the past in the averages of these times."""
+
+TRIED_EVERY = 16
+"""Where looking does not pay, one token in so many is looked at, to see whether that has changed."""
 
 
 @dataclass(frozen=True)
@@ -85,13 +90,13 @@ class _Guess:
 
 @dataclass(eq=False)
 class _Flight:
-    """A token of each sequence on its way.
+    """A step under way: one token of each sequence.
 
     Attributes:
         tokens_RT: the sequences, this token included.
         open_R: sequences that have not ended.
         guess: of the next token, once this one has left.
-        looks: it is looked at on its way.
+        looks: whether it is looked at before the last server answers.
         seen: block in front of which it was looked at last.
         seen_at: when it could be looked at first.
         sure_R: sequences that were sure there.
@@ -182,7 +187,7 @@ class ExitDecoder:
         return room and bool(guess.open_R.any())
 
     def _wait(self, newest: _Flight) -> None:
-        """Wait for the last server's answer to the oldest token, or for a look at one that is on its way."""
+        """Wait until the last server has answered the oldest token, or until one under way can be looked at."""
         oldest, boundaries = self._flights[0], self._options.looked_at(self._session.boundaries)
 
         def is_answered() -> bool:
@@ -209,11 +214,11 @@ class ExitDecoder:
                 return
 
     def _come(self, flight: _Flight, blocks: Sequence[int]) -> list[int]:
-        """Those of the blocks in front of which a token was not looked at yet, and now can be."""
+        """Those of the blocks in front of which a token can be looked at now, for the first time."""
         return [block for block in blocks if block > flight.seen and self._session.has_outputs(flight.step, block)]
 
     def _look_at(self, flight: _Flight, block: int) -> None:
-        """Let a token leave in front of `block` if it is sure there; if it has left, see whether it still says so."""
+        """Let a token leave in front of `block` if it is sure there; if it has left before, check its guess."""
         began = time.perf_counter()
         if flight.seen_at is None:
             flight.seen_at = began
@@ -264,7 +269,7 @@ class ExitDecoder:
         return tokens_RT.shape[1] - self._prompt_length, self._sampling.max_length - self._prompt_length
 
     def _report_exits(self, flight: _Flight, blocks_R: Sequence[int]) -> None:
-        """Tell the listeners in front of which blocks the sequences that go on have left."""
+        """Tell the listeners in front of which blocks the open sequences have left."""
         left = [block for block, is_open in zip(blocks_R, flight.open_R.tolist(), strict=True) if is_open]
         if not self._options.leaves_by_row:
             left = sorted(set(left))
@@ -273,7 +278,7 @@ class ExitDecoder:
                 self._session.report(ExitTaken(block))
 
     def _settle(self, flight: _Flight) -> None:
-        """The oldest token has come to its end: what follows it is certain now."""
+        """The last server has answered the oldest token, so its successor is certain."""
         guess = flight.guess
         if flight.seen_at is not None:
             self._looks.on_answer(time.perf_counter() - flight.seen_at)
@@ -322,9 +327,117 @@ class ExitDecoder:
         return tokens_R if self._sampling.pad is None else torch.where(open_R, tokens_R, self._sampling.pad)
 
     def _still_open(self, tokens_R: torch.Tensor, open_R: torch.Tensor) -> torch.Tensor:
-        """Sequences that go on behind tokens that are not certain, as far as the tokens themselves say."""
+        """Sequences that uncertain tokens do not end."""
         return open_R if self._sampling.ends is None else open_R & ~torch.isin(tokens_R, self._sampling.ends)
 
 
 def _extended(tokens_RT: torch.Tensor, tokens_R: torch.Tensor) -> torch.Tensor:
     return torch.cat([tokens_RT, tokens_R.unsqueeze(1)], dim=1)
+
+
+class HiddenReader:
+    """Reads the hidden states of one `generate` call.
+
+    Args:
+        options: when tokens leave.
+        exits: lenses and classifiers, for the boundaries that have some.
+        head: hidden states `[R, 1, H]` behind the last block, or as if they were, to logits `[R, V]`.
+    """
+
+    def __init__(self, options: EarlyExit, exits: TrainedExits, head: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self._options, self._exits, self._head = options, exits, head
+
+    def logits(self, hidden_R1H: torch.Tensor, blocks_R: Sequence[int]) -> torch.Tensor:
+        """The logits `[R, V]` of hidden states in front of a block of each sequence, through its lens if there is one.
+
+        The number of the model's blocks stands for behind the last one.
+        """
+        read_R1H = hidden_R1H
+        for block in set(blocks_R):
+            lens = self._exits.lenses.get(block)
+            if lens is not None:
+                there_R11 = torch.tensor([one == block for one in blocks_R], device=hidden_R1H.device).view(-1, 1, 1)
+                read_R1H = torch.where(there_R11, lens(hidden_R1H), read_R1H)
+        return self._head(read_R1H)
+
+    def confidence(
+        self, block: int, before_RH: torch.Tensor, hidden_R1H: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """How sure tokens in front of `block` are `[R]`, and their logits `[R, V]` if these had to be computed.
+
+        Without a classifier for this block, they are not sure.
+
+        Args:
+            before_RH: hidden states where these tokens were looked at before.
+        """
+        match self._options.confidence:
+            case "similarity":
+                return state_similarity(before_RH, hidden_R1H[:, -1]), None
+            case "classifier":
+                return self._classified(block, hidden_R1H[:, -1]), None
+        logits_RV = self.logits(hidden_R1H, [block] * len(hidden_R1H))
+        return softmax_response(logits_RV), logits_RV
+
+    def _classified(self, block: int, hidden_RH: torch.Tensor) -> torch.Tensor:
+        classifier = self._exits.classifiers.get(block)
+        return classifier(hidden_RH) if classifier is not None else torch.zeros(len(hidden_RH), device=hidden_RH.device)
+
+
+class LookMeter:
+    """Decides whether looking at tokens can save time.
+
+    A look computes the model's head. Where the last server answers soon after the first, its answer is there almost as
+    soon as the look is over, and wrong guesses cost the servers work.
+    """
+
+    def __init__(self) -> None:
+        self._look_s: float | None = None
+        self._lag_s: float | None = None
+        self._skipped = 0
+
+    def on_look(self, seconds: float) -> None:
+        """A token was looked at."""
+        self._look_s = _averaged(self._look_s, seconds)
+
+    def on_answer(self, lag_s: float) -> None:
+        """The last server has answered this long after the token could first be looked at."""
+        self._lag_s = _averaged(self._lag_s, lag_s)
+
+    def is_worth_looking(self) -> bool:
+        """Whether to look at the next token."""
+        if self._look_s is None or self._lag_s is None or self._lag_s >= MIN_GAIN * self._look_s:
+            return True
+        self._skipped = (self._skipped + 1) % TRIED_EVERY
+        return self._skipped == 0
+
+
+def _averaged(before: float | None, value: float) -> float:
+    return value if before is None else KEPT_SHARE * before + (1 - KEPT_SHARE) * value
+
+
+def verify_sampled(
+    guess_R: torch.Tensor,
+    guess_scores_RV: torch.Tensor,
+    scores_RV: torch.Tensor,
+    generator: torch.Generator | None = None,
+) -> torch.Tensor:
+    """Tokens with the full model's distribution, `[R]`: the guesses, or others in their place.
+
+    A guess stands with the probability that makes it so (Leviathan et al., "Fast Inference from Transformers via
+    Speculative Decoding", 2023, section 2.3 and appendix A.1).
+
+    Args:
+        guess_R: tokens that were drawn from the softmax of `guess_scores_RV`.
+        guess_scores_RV: processed logits where the tokens left.
+        scores_RV: the full model's processed logits.
+        generator: of random numbers, on the device of the tokens; None for torch's own.
+    """
+    expected_RV, guessed_RV = scores_RV.float().softmax(-1), guess_scores_RV.float().softmax(-1)
+    place_R1 = guess_R.unsqueeze(1)
+    ratio_R = (expected_RV.gather(1, place_R1) / guessed_RV.gather(1, place_R1)).squeeze(1)
+    stands_R = torch.rand(len(guess_R), generator=generator, device=guess_R.device) < ratio_R
+    rest_RV = (expected_RV - guessed_RV).clamp(min=0)
+    # Where both distributions are the same up to rounding, nothing is rejected, but a sum of zero could not be sampled.
+    rest_RV = torch.where(rest_RV.sum(-1, keepdim=True) > 0, rest_RV, expected_RV)
+    other_R = torch.multinomial(rest_RV, 1, generator=generator).squeeze(1)
+    return torch.where(stands_R, guess_R, other_R)

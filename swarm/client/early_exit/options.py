@@ -18,23 +18,22 @@ are those of the full model. project: keys and values that follow from the hidde
 class EarlyExit:
     """When tokens leave before the last block ("An Efficient Inference Framework for Early-exit LLMs", section 2.1).
 
-    A token may leave between two servers of the route: this client sees what each of them hands on. With
-    `fill="project"` it may also leave inside the span of a server that was started with exits, which then skips its
-    other blocks; so do all servers behind.
+    A token may leave between two servers of the route, because this client receives a copy of each server's outputs.
+    With `fill="project"` it may also leave inside the span of a server that was started with exits. That server and
+    those behind then skip their other blocks.
 
     Attributes:
-        confidence: how it is measured how sure a token is.
+        confidence: how to measure how sure a token is.
         threshold: a token leaves if its confidence is above it; from 0 (nearly always) to 1 (never). One number, or one
             for each block in front of which a token may leave (from 1 on).
-        decay: how quickly the threshold falls along the text to nine tenths of its value (CALM's tau); 0 for not at
-            all.
+        decay: how quickly the threshold falls along the text to nine tenths of its value (CALM's tau); 0 for never.
         verify: lossless: a token is handed out when the last server has confirmed it, and what follows a wrong one is
             given up. Without it the early token stands, and the text is approximate.
         batch: which sequences of a batch leave together. With "row" and `fill="exact"`, each prompt has a session of
             its own; the sequences that `num_return_sequences` makes of one prompt share it, and leave together.
         fill: what the caches of blocks that a token skips get. "project" saves computing, and is approximate; it needs
             `verify=False`.
-        min_block, max_block: blocks that a token passes at least, and behind which it does not leave any more.
+        min_block, max_block: blocks that a token passes at least, and behind which it no longer leaves.
 
     Raises:
         UsageError: a value is not possible.

@@ -12,8 +12,7 @@ from swarm.client.early_exit.options import EarlyExit
 from swarm.client.early_exit.token_output import TokenOutput
 from swarm.client.model.remote_sequential import StepSent
 from swarm.client.model.train_exits import base_model, read_hidden
-from swarm.client.session import InferenceSession
-from swarm.client.step_under_way import StepUnderWay
+from swarm.client.session import InferenceSession, StepUnderWay
 from swarm.client.threads.compute_lock import shared_with_no_lane
 from swarm.errors import NoExitClassifiers, ProcessorsWithState, SwarmError, UsageError
 from swarm.models.exits.direct_reading import DirectReading

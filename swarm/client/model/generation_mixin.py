@@ -19,9 +19,9 @@ from swarm.client.lanes.inference_lanes import InferenceLanes
 from swarm.client.lanes.lane_count import LaneCount, validate_lane_count
 from swarm.client.lanes.split_arguments import batch_size
 from swarm.client.model.exit_generation import sample_with_exits
-from swarm.client.model.exits_mixin import ExitsMixin
 from swarm.client.model.remote_sequential import RemoteLayer, RemoteSequential
 from swarm.client.model.speculation import bound_candidates, unseen_length, validate_speculation
+from swarm.client.model.train_exits import ExitsMixin
 from swarm.client.model.transformers_hooks import insert_virtual_tokens
 from swarm.client.routes.events import EventListener
 from swarm.client.session import InferenceSession

@@ -24,8 +24,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from swarm.client.connection import SwarmConnection
 from swarm.client.model.autograd import run_remotely
-from swarm.client.session import InferenceSession
-from swarm.client.step_under_way import StepUnderWay
+from swarm.client.session import InferenceSession, StepUnderWay
 from swarm.client.wire.adapter import Adapter, adapter_parts
 from swarm.client.wire.padding import PaddedBatch, drop_padding, packed_texts
 from swarm.data_structures import Span

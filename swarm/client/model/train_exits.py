@@ -1,17 +1,26 @@
-"""`model.train_exits(...)`: lenses and classifiers for early exit, from hidden states that the swarm computes."""
+"""Lenses and classifiers for early exit: training them on hidden states that the swarm computes, saving and loading.
+
+A lens is learned by distillation: what the model's norm and head read through it is to be as near as possible to what
+they read behind the last block ("Eliciting Latent Predictions from Transformers with the Tuned Lens", Belrose et al.,
+2023, section 2). It begins as no lens at all. A classifier is a logistic regression over the newest tokens: is the
+token that the lens leads to the full model's?
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
+from torch import nn
 
-from swarm.client.early_exit.exit_training import KEPT_TOKENS, LensFit, fit_classifier
 from swarm.client.tuning.virtual_tokens import virtual_token_layout
+from swarm.common import console
 from swarm.errors import UsageError
-from swarm.models.exits.trained_exits import BaseModel, TrainedExits
+from swarm.models.exits.trained_exits import BaseModel, ExitClassifier, ExitLens, TrainedExits
 
 ExitKind = Literal["lens", "classifier"]
 
@@ -21,6 +30,22 @@ WINDOW_TOKENS = 256
 BATCH_WINDOWS = 8
 HELD_OUT = 10
 """Every tenth sequence is held out, to see what was learned."""
+
+
+LEARNING_RATE = 0.014
+"""Of a lens, divided by the square root of the model's width: Adam moves all inputs of a value at once."""
+
+STEP_TOKENS = 512
+"""Tokens of one step of learning, drawn from the newest ones. They need logits, so few at once."""
+
+PASSES = 2
+"""How often a lens learns from a token, on average."""
+
+KEPT_TOKENS = 8192
+"""The newest tokens: those from which lenses and classifiers learn, and those over which agreement is measured."""
+
+CLASSIFIER_STEPS = 100
+CLASSIFIER_PENALTY = 1e-3
 
 
 @dataclass(frozen=True)
@@ -37,6 +62,74 @@ class ExitQuality:
     block: int
     before: float
     after: float
+
+
+class ExitsMixin:
+    """Mixin of models whose tokens may leave early.
+
+    Attributes:
+        exits: lenses and classifiers with which they do; None if nothing was trained or loaded.
+    """
+
+    exits: TrainedExits | None = None
+
+    def train_exits(
+        self,
+        texts: Sequence[torch.Tensor],
+        *,
+        boundaries: Sequence[int] | None = None,
+        kind: ExitKind = "lens",
+        progress: Callable[[int, int], object] | None = None,
+    ) -> list[ExitQuality]:
+        """Train what lets tokens leave early, on hidden states that the swarm computes, and use it from now on.
+
+        Args:
+            texts: token ids, in any number of tensors; about 40,000 tokens do for a small model.
+            boundaries: blocks in front of which tokens may leave; by default those where servers begin or end now.
+            kind: "lens" for maps by which the model's head can read early hidden states; "classifier" for what
+                `EarlyExit(confidence="classifier")` asks, after the lenses.
+            progress: is told how many parts of the work are done, and how many there are; by default, a bar on the
+                terminal shows it, or lines in the log.
+
+        Returns:
+            for each boundary, what its tokens are worth.
+
+        Raises:
+            UsageError: there is not enough text, or no such boundary.
+        """
+        with ExitStack() as stack:
+            if progress is None:
+                progress = _ShownProgress(stack)
+            exits, quality = train_exits(self, texts, boundaries, kind, progress)
+        self._use(exits)
+        return quality
+
+    def save_exits(self, folder: str | Path) -> None:
+        """Write what `train_exits` made into `folder`. Raises `UsageError` if there is nothing."""
+        if self.exits is None:
+            raise UsageError("nothing was trained: call model.train_exits first")
+        self.exits.save(folder)
+
+    def load_exits(self, folder: str | Path) -> None:
+        """Read what `save_exits` wrote. Raises `AdapterMismatch` or `AdapterError`."""
+        self._use(TrainedExits.load(folder, base_model(self)))
+
+    def _use(self, exits: TrainedExits) -> None:
+        """Keep them where the model's head is, so that `generate` need not copy them each time."""
+        object.__setattr__(self, "exits", exits.to(self.device))  # type: ignore[attr-defined]
+
+
+class _ShownProgress:
+    """Shows how many parts of the training are done, until `stack` closes."""
+
+    def __init__(self, stack: ExitStack) -> None:
+        self._stack = stack
+        self._bar: Any = None
+
+    def __call__(self, done: int, total: int) -> None:
+        if self._bar is None:
+            self._bar = self._stack.enter_context(console.progress_bar("Training exits", total, "part"))
+        self._bar.update()
 
 
 def train_exits(
@@ -173,3 +266,69 @@ def _batches(texts: Sequence[torch.Tensor], config: Any) -> Iterator[torch.Tenso
     order = torch.randperm(len(windows), generator=torch.Generator().manual_seed(0))
     for first in range(0, len(windows) - BATCH_WINDOWS + 1, BATCH_WINDOWS):
         yield windows[order[first : first + BATCH_WINDOWS]]
+
+
+class LensFit:
+    """A lens while it learns.
+
+    Args:
+        width: values of a hidden state.
+        read: hidden states `[N, H]` behind the last block, of the model's dtype, to logits `[N, V]` float32; lets
+            gradients through.
+    """
+
+    def __init__(self, width: int, read: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self._read = read
+        self._weight_HH = torch.eye(width).requires_grad_()
+        self._bias_H = torch.zeros(width).requires_grad_()
+        self._optimizer = torch.optim.Adam([self._weight_HH, self._bias_H])
+        self._rate = LEARNING_RATE / width**0.5
+        self._draw = torch.Generator().manual_seed(0)
+
+    def learn(self, hidden_NH: torch.Tensor, final_NH: torch.Tensor, arrived: int, share_done: float) -> None:
+        """Learn from the newest tokens: hidden states in front of the block, and behind the last one.
+
+        Args:
+            arrived: how many of them are new.
+            share_done: of all tokens that will come; the steps become smaller with it.
+        """
+        for group in self._optimizer.param_groups:
+            group["lr"] = self._rate * (1 - share_done)
+        for _ in range(max(1, PASSES * arrived // STEP_TOKENS)):
+            chosen_N = torch.randint(len(hidden_NH), (STEP_TOKENS,), generator=self._draw)
+            with torch.no_grad():
+                target_NV = self._read(final_NH[chosen_N]).softmax(-1)
+            with torch.enable_grad():
+                early_NH = hidden_NH[chosen_N].float() @ self._weight_HH + self._bias_H
+                early_NV = self._read(early_NH.to(hidden_NH.dtype))
+                loss = nn.functional.cross_entropy(early_NV, target_NV)
+                # Not backward(): the head's own weights are to get no gradients.
+                self._weight_HH.grad, self._bias_H.grad = torch.autograd.grad(loss, [self._weight_HH, self._bias_H])
+            self._optimizer.step()
+
+    def lens(self) -> ExitLens:
+        """What was learned so far."""
+        return ExitLens(self._weight_HH.detach().clone(), self._bias_H.detach().clone())
+
+
+def fit_classifier(hidden_NH: torch.Tensor, is_right_N: torch.Tensor) -> ExitClassifier:
+    """The classifier for tokens of which it is known whether leaving would have been right."""
+    hidden_NH, labels_N = hidden_NH.float(), is_right_N.float()
+    mean_H, deviation_H = hidden_NH.mean(0), hidden_NH.std(0).clamp(min=1e-6)
+    inputs_NH = (hidden_NH - mean_H) / deviation_H
+    weight_H = torch.zeros(inputs_NH.shape[1], requires_grad=True)
+    share = labels_N.mean().clamp(1e-3, 1 - 1e-3)
+    bias = torch.logit(share).detach().reshape(1).requires_grad_()
+    optimizer = torch.optim.LBFGS([weight_H, bias], max_iter=CLASSIFIER_STEPS, line_search_fn="strong_wolfe")
+
+    def loss() -> torch.Tensor:
+        optimizer.zero_grad()
+        value = nn.functional.binary_cross_entropy_with_logits(inputs_NH @ weight_H + bias, labels_N)
+        value = value + CLASSIFIER_PENALTY * weight_H.square().sum()
+        value.backward()  # type: ignore[no-untyped-call]
+        return value
+
+    with torch.enable_grad():
+        optimizer.step(loss)  # type: ignore[no-untyped-call]
+    scaled_H = (weight_H / deviation_H).detach()
+    return ExitClassifier(scaled_H, (bias - mean_H @ scaled_H).detach())

@@ -23,8 +23,7 @@ from swarm.data_structures import ExitConfidence, ExitThresholds, Span
 from swarm.models.execution.part_computation import compute_parts, fill_parts
 from swarm.models.execution.span_model import SpanModel
 from swarm.models.execution.step_part import StepPart
-from swarm.models.exits.exit_choice import sequences_that_leave
-from swarm.models.exits.span_exits import SpanExits
+from swarm.models.exits.span_exits import SpanExits, sequences_that_leave
 
 
 @dataclass(frozen=True)

@@ -1,15 +1,15 @@
-"""Where tokens may leave a span, and how sure they are there."""
+"""Where tokens may leave a span, how sure they are there, and which of them leave."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 
-from swarm.data_structures import ExitConfidence, ExitThresholds, Span
+from swarm.data_structures import ExitBatchRule, ExitConfidence, ExitThresholds, Span
 from swarm.models.exits.confidence import softmax_response, state_similarity
-from swarm.models.exits.exit_choice import cut_at_exits
 from swarm.models.exits.trained_exits import BaseModel, TrainedExits
 
 HEAD_TOKENS = 64
@@ -94,3 +94,27 @@ class SpanExits:
                 for rows_RH in hidden_RH.split(HEAD_TOKENS)
             ]
         )
+
+
+def sequences_that_leave(rule: ExitBatchRule, waiting: Sequence[int], sure: Collection[int]) -> list[int]:
+    """The sequences that leave now.
+
+    Args:
+        rule: "row" lets each sequence leave by itself. "all" lets the batch leave once each of its sequences has been
+            sure, here or in front of a block before ("An Efficient Inference Framework for Early-exit LLMs", algorithm
+            1).
+        waiting: numbers of the sequences that have not left.
+        sure: those that are sure; for "all", those that have been sure anywhere so far.
+    """
+    if rule == "all":
+        return list(waiting) if all(number in sure for number in waiting) else []
+    return [number for number in waiting if number in sure]
+
+
+def cut_at_exits(span: Span, exits: Collection[int]) -> list[Span]:
+    """The span in pieces, so that each exit has hidden states in front of it and in front of the block before it.
+
+    The latter are what state similarity compares with. The piece that ends at an exit has one block.
+    """
+    cuts = {cut for block in exits for cut in (block - 1, block) if span.start < cut < span.end}
+    return [Span(start, end) for start, end in pairwise([span.start, *sorted(cuts), span.end])]

@@ -13,8 +13,7 @@ Where other programs compete for the same processors (other servers, the clients
 them, too: every active session, wherever it is, continues `T` sooner. Sessions that have met stay together, because
 they are answered at the same time. A server under contention therefore waits longer, up to `MAX_DELAY_ITERATIONS`.
 
-Only a session that could be part of the iteration counts. The parts of a span that one client uses one after the other
-do not wait for each other: their blocks have nothing in common.
+Only a session that could be part of the iteration counts: one on other blocks could not.
 
 Requests that are not urgent lose nothing by waiting. An iteration of nothing else starts only if it ends before an
 urgent session is expected, which would have to wait for it. One of urgent requests does not wait for others.

@@ -36,7 +36,8 @@ from swarm.protocol.framing import Frame
 from swarm.server.compute.compute_request import Bytes
 from swarm.server.compute.engine import Engine
 from swarm.server.sessions.adapter_store import AdapterStore
-from swarm.server.sessions.pushed_steps import PushedSteps
+from swarm.server.sessions.pushing.dial_budget import DialBudget
+from swarm.server.sessions.pushing.push_link import PushLink
 from swarm.server.sessions.replies import Answer, Replies
 from swarm.server.sessions.reply_stream import REFUSED_PAYLOAD_TIMEOUT_S, ReplyStream
 from swarm.server.sessions.request_memory import Admission, RequestMemory
@@ -45,7 +46,6 @@ from swarm.server.sessions.session import Session, SessionTerms
 from swarm.server.sessions.session_steps import SessionSteps
 from swarm.server.sessions.session_table import SessionTable
 from swarm.server.sessions.stateless_requests import StatelessRequests
-from swarm.server.sessions.unanswered_requests import UnansweredRequests
 from swarm.transport.stream import Network, Stream
 
 logger = logging.getLogger(__name__)
@@ -81,8 +81,9 @@ class MessageHandler:
         self._validator = RequestValidator(model, revision, self._limits)
         store = adapters if adapters is not None else AdapterStore(time.monotonic)
         self._steps = SessionSteps(sessions, engine, self._validator, self._observer)
-        self._unanswered = UnansweredRequests()
-        self._pushed = PushedSteps(network, sessions, self._steps, self._replies)
+        self._unanswered = _UnansweredRequests()
+        self._network = network
+        self._dials = DialBudget(network.knows)
         self._stateless = StatelessRequests(model, self._validator, engine, store)
         self._memory = RequestMemory(model, self._limits, store, sessions.standing, self._observer)
         self._notices: set[asyncio.Task[None]] = set()
@@ -212,14 +213,14 @@ class MessageHandler:
             case messages.StepRequest():
                 return await self._steps.run_step(state.require_session(), message, payload, asked_by_client=True)
             case messages.PushRequest():
-                await self._pushed.answer(stream.peer_id, message, payload)
+                await self._answer_pushed(stream.peer_id, message, payload)
                 return None, b""
             case messages.ReplayRequest():
                 return await self._steps.run_replay(state.require_session(), message, payload)
             case messages.OpenSession():
                 return await self._open_session(stream, message, state), b""
             case messages.SetNeighbors():
-                self._pushed.set_neighbors(state.require_session(), message)
+                self._set_neighbors(state.require_session(), message)
                 return None, b""
             case messages.GiveUp():
                 state.require_session().give_up(message.first, message.end)
@@ -275,6 +276,38 @@ class MessageHandler:
             raise
         return messages.SessionOpened(state.session.next_step)
 
+    def _set_neighbors(self, session: Session, message: messages.SetNeighbors) -> None:
+        """Who may push into the session, and where its outputs go. Raises `UnknownSession` if it is not open.
+
+        A link that leads there already stays. There is no link if the client has named too many peers (see
+        `DialBudget`): then it delivers the outputs itself.
+        """
+        self._sessions.require_open(session)  # nothing would ever close the link of a session that is forgotten
+        session.allow_push_from(message.previous_peer, message.sequences)
+        peer_id, session_id, client = message.next_peer, message.next_session_id, session.terms.peer_id
+        if peer_id is None or session_id is None:
+            session.close_push_link()
+        elif session.push_link is None or not session.push_link.leads_to(peer_id, session_id):
+            session.close_push_link()
+            if (dial := self._dials.begin(client, peer_id, asyncio.get_running_loop().time())) is not None:
+                session.push_link = PushLink(self._network, client, peer_id, session_id, dial)
+
+    async def _answer_pushed(self, peer_id: str, message: messages.PushRequest, payload: Bytes) -> None:
+        """Answer a step from the previous server. The reply or refusal goes to the session's client.
+
+        The client does not hear of what only a malicious server does; such a step changes nothing. Raises
+        `UnknownSession` if that server may not push there, or not so many sequences; `WrongPosition` if the step's
+        number is beyond all that may come.
+        """
+        step = message.step
+        session = await self._sessions.find_for_push(peer_id, message.client, message.session_id, len(step.counts))
+        session.require_near(step.step)
+        handling = self._steps.run_step(session, step, payload, asked_by_client=False)
+        reply, output = await self._replies.answer_or_refuse(handling, message, message.client, step.step)
+        if reply is not None and session.client is not None:
+            with suppress(PeerLost):  # a client that is away may ask again
+                await self._replies.send(session.client, reply, output, session)
+
     def _info(self) -> messages.InfoReply:
         span = self._model.span
         return messages.InfoReply(span.start, span.end, max(0, self._sessions.free), len(self._sessions), VERSION)
@@ -293,6 +326,30 @@ async def _notify(client: Stream, notice: RemoteError) -> None:
     with suppress(PeerLost, TimeoutError):
         async with asyncio.timeout(NOTICE_TIMEOUT_S):
             await client.send(messages.refusal(notice))
+
+
+class _UnansweredRequests:
+    """Counts the requests that have arrived and are not answered yet."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._none = asyncio.Event()
+        self._none.set()
+
+    def add(self) -> None:
+        """A request has arrived."""
+        self._count += 1
+        self._none.clear()
+
+    def remove(self) -> None:
+        """A request is answered, or dropped."""
+        self._count -= 1
+        if not self._count:
+            self._none.set()
+
+    async def none(self) -> None:
+        """Return once every request that has arrived is answered."""
+        await self._none.wait()
 
 
 @dataclass

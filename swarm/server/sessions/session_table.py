@@ -2,7 +2,7 @@
 
 A session reserves `sequences x max_length` tokens of cache when it is opened, and more when it first brings more
 sequences. A token is one position in all blocks of the server, so a session on a part of them reserves its share, and
-what its last reply and a step in its push link take as well: their size does not depend on the blocks. It frees them
+what its last reply takes as well, whose size does not depend on the blocks. It frees them
 when it is closed, when its connection has been gone for `RECONNECT_TIMEOUT_S` seconds (so that
 a client may reconnect and ask for a lost reply again), or when nothing has arrived for it for `IDLE_TIMEOUT_S` seconds.
 If another session needs its cache, it may be asked to leave before (`swarm.server.memory.leaving`). A session belongs

@@ -27,7 +27,6 @@ def run(
     span_model: Any,
     act: Callable[..., Awaitable[None]],
     servers: dict[str, tuple[int, int]] = TWICE,
-    boundaries: tuple[int, ...] = (),
     **options: Any,
 ) -> None:
     """Let `act(swarm, talk)` disturb a session of which it is known how long its steps take."""
@@ -35,7 +34,7 @@ def run(
     async def scenario() -> None:
         swarm = Swarm(span_model, servers, **options)
         await swarm.start()
-        talk = await swarm.chain(boundaries=boundaries)
+        talk = await swarm.chain()
         await talk.append(3, 5)
         for _ in range(10):
             await talk.append(1, 1)
@@ -62,10 +61,9 @@ def count(swarm: Swarm, kind: type) -> int:
     return sum(isinstance(event, kind) for event in swarm.events)
 
 
-@pytest.mark.parametrize("boundaries", [(), (1, 3, 5)])
 @pytest.mark.parametrize("push", [True, False])
 @pytest.mark.parametrize("name", NAMES)
-def test_the_late_one_may_be_first_and_stays(span_model, name, push, boundaries):
+def test_the_late_one_may_be_first_and_stays(span_model, name, push):
     """It is late by a little more than what asking costs; the others are slower still."""
 
     async def act(swarm, talk):
@@ -78,12 +76,11 @@ def test_the_late_one_may_be_first_and_stays(span_model, name, push, boundaries)
         assert name in {hop.peer_id for hop in talk.chain._hops}
         await slow_for(swarm, name, 0.01)
 
-    run(span_model, act, push=push, boundaries=boundaries)
+    run(span_model, act, push=push)
 
 
-@pytest.mark.parametrize("boundaries", [(), (1, 3, 5)])
 @pytest.mark.parametrize("name", NAMES)
-def test_one_that_answers_in_the_end_was_slow_and_nobody_hears_of_it(span_model, name, boundaries):
+def test_one_that_answers_in_the_end_was_slow_and_nobody_hears_of_it(span_model, name):
     async def act(swarm, talk):
         await slow_for(swarm, name, 1.9)
         began = now()
@@ -96,13 +93,12 @@ def test_one_that_answers_in_the_end_was_slow_and_nobody_hears_of_it(span_model,
         assert name not in {hop.peer_id for hop in talk.chain._hops}
         assert len(swarm.servers[name].sessions) == 0
 
-    run(span_model, act, boundaries=boundaries)
+    run(span_model, act)
 
 
-@pytest.mark.parametrize("boundaries", [(), (1, 3, 5)])
 @pytest.mark.parametrize("push", [True, False])
 @pytest.mark.parametrize("name", NAMES)
-def test_a_prompt_at_a_server_that_hangs(span_model, name, push, boundaries):
+def test_a_prompt_at_a_server_that_hangs(span_model, name, push):
     async def act(swarm, talk):
         await talk.prefill((1, 2), (2, 1), (1, 2))
         swarm.hub.hang(name)
@@ -111,7 +107,7 @@ def test_a_prompt_at_a_server_that_hangs(span_model, name, push, boundaries):
         assert now() - began < 2
         assert set(swarm.planner.overtaken) == {name}
 
-    run(span_model, act, push=push, boundaries=boundaries)
+    run(span_model, act, push=push)
 
 
 @pytest.mark.parametrize("name", NAMES)

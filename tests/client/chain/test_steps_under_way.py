@@ -49,15 +49,6 @@ def test_the_first_step_of_an_epoch_names_the_one_before_it_that_stands():
     assert (last.number, last.follows) == (7, 5)
 
 
-def test_which_servers_may_let_others_go_before_a_step():
-    steps = StepsUnderWay()
-    steps.add([part(0, 3)])
-    steps.add([part(3)], exit_block=4)
-    steps.add([part(4)])
-    assert [steps.may_yield(block, -1, 2) for block in (0, 3, 4, 6)] == [False, False, True, True]
-    assert [steps.may_yield(4, replied, last) for replied, last in ((0, 1), (0, 0), (1, 2))] == [True, False, False]
-
-
 def test_what_comes_next():
     steps = StepsUnderWay()
     assert steps.upcoming(-1) == (0, 0)

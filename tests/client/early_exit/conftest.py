@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from swarm.client.early_exit import look_meter
+from swarm.client.early_exit import exit_decoder
 
 
 @pytest.fixture
 def always_look(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tokens on their way are looked at also where servers are so near that it is not worth it."""
-    monkeypatch.setattr(look_meter, "MIN_GAIN", 0.0)
+    monkeypatch.setattr(exit_decoder, "MIN_GAIN", 0.0)

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from swarm.client.early_exit.group_size import GroupMeter
 
 
 @dataclass
@@ -19,7 +18,6 @@ class PaperServers:
         settled: numbers of the steps that were settled.
         events: that were reported.
         warned: what the log was told.
-        groups: what the session has measured.
     """
 
     now: int = field(default=0, kw_only=True)
@@ -28,12 +26,11 @@ class PaperServers:
     settled: list[int] = field(default_factory=list, kw_only=True)
     events: list[Any] = field(default_factory=list, kw_only=True)
     warned: list[str] = field(default_factory=list, kw_only=True)
-    groups: GroupMeter = field(default_factory=GroupMeter, kw_only=True)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return hidden[:, -1]
 
-    def wait(self, ready: Any, awaited: Any = None) -> None:
+    def wait(self, ready: Any) -> None:
         while not ready():
             self.now += 1
             assert self.now < 1000

@@ -1,4 +1,5 @@
-"""The loop over servers that exist on paper: which tokens come out, and how long that takes, to the delay."""
+"""The loop over servers that exist on paper: which tokens come out, and how long that takes, to the delay; and what it
+reads, looks at and verifies."""
 
 from __future__ import annotations
 
@@ -8,16 +9,24 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swarm.client.early_exit import look_meter
-from swarm.client.early_exit.exit_decoder import ExitDecoder, Sampling
+from swarm.client.early_exit import exit_decoder
+from swarm.client.early_exit.exit_decoder import (
+    MIN_GAIN,
+    TRIED_EVERY,
+    ExitDecoder,
+    HiddenReader,
+    LookMeter,
+    Sampling,
+    verify_sampled,
+)
 from swarm.client.early_exit.options import EarlyExit
 from swarm.client.early_exit.token_output import TokenOutput
 from swarm.client.routes.events import ExitTaken
 from swarm.data_structures import Hop, Route
-from swarm.models.exits.trained_exits import BaseModel, TrainedExits
+from swarm.models.exits.trained_exits import BaseModel, ExitClassifier, ExitLens, TrainedExits
 from tests.client.early_exit.paper_servers import PaperServers
 from tests.infos import server_info
 
@@ -52,9 +61,6 @@ class World(PaperServers):
 
     boundaries = tuple(range(1, SERVERS))
     route = Route(tuple(Hop(info, info.span) for info in (server_info(n, n + 1, f"p{n}") for n in range(SERVERS))))
-
-    def boundaries_for(self, options: Any) -> tuple[int, ...]:
-        return self.boundaries
 
     def send(self, tokens: torch.Tensor, exits: Any, exit_block: int | None) -> Any:
         assert exits is None
@@ -163,7 +169,7 @@ def test_what_cannot_leave_is_urgent_everywhere():
 
 
 def test_near_servers_are_not_guessed_at(monkeypatch):
-    monkeypatch.setattr(look_meter, "MIN_GAIN", float("inf"))
+    monkeypatch.setattr(exit_decoder, "MIN_GAIN", float("inf"))
     early = {position: ((right(position) + 1) % VOCABULARY,) * (SERVERS - 1) for position in range(2, 1 + NEW)}
     text, world = generate(early, EarlyExit(threshold=0.0))
     assert text == EXPECTED
@@ -220,3 +226,120 @@ def test_without_verification_every_token_stands_at_once(early):
     text, _ = generate(early, EarlyExit(threshold=0.0, verify=False), screen)
     assert screen.text == text[1:]
     assert not screen.seen
+
+
+BLOCKS, WIDTH = 6, 3
+LENSES = {block: ExitLens(torch.eye(WIDTH) * block, torch.full((WIDTH,), float(block))) for block in (2, 4)}
+CLASSIFIERS = {4: ExitClassifier(torch.tensor([1.0, 0.0, 0.0]), torch.zeros(1))}
+HIDDEN_R1H = torch.arange(12.0).view(4, 1, WIDTH)
+
+
+def reader(**options: object) -> HiddenReader:
+    exits = TrainedExits(BaseModel("m", "r", WIDTH, BLOCKS), LENSES, CLASSIFIERS)
+    return HiddenReader(EarlyExit(**options), exits, lambda hidden_R1H: hidden_R1H[:, -1])
+
+
+def test_each_sequence_is_read_through_its_own_lens():
+    found = reader().logits(HIDDEN_R1H, [2, BLOCKS, 4, 3])
+    plain = HIDDEN_R1H[:, 0]
+    assert found.equal(torch.stack([2 * plain[0] + 2, plain[1], 4 * plain[2] + 4, plain[3]]))
+
+
+def test_confidences():
+    before = torch.ones(4, WIDTH)
+    sure, logits = reader(confidence="similarity").confidence(4, before, HIDDEN_R1H)
+    assert logits is None
+    assert sure.tolist() == pytest.approx(
+        torch.nn.functional.cosine_similarity(before, HIDDEN_R1H[:, 0], dim=-1).tolist()
+    )
+    sure, logits = reader(confidence="classifier").confidence(4, before, HIDDEN_R1H)
+    assert logits is None
+    assert sure.equal(torch.sigmoid(HIDDEN_R1H[:, 0, 0]))
+    sure, logits = reader().confidence(4, before, HIDDEN_R1H)
+    assert logits.equal(4 * HIDDEN_R1H[:, 0] + 4)
+    top = logits.softmax(-1).topk(2).values
+    assert sure.equal(top[:, 0] - top[:, 1])
+
+
+def test_a_block_without_a_classifier():
+    before = torch.ones(4, WIDTH)
+    # After a failover, servers may begin elsewhere; with fill="project" they have classifiers of their own.
+    for options in ({}, {"fill": "project", "verify": False}):
+        one = reader(confidence="classifier", **options)
+        assert one.confidence(2, before, HIDDEN_R1H)[0].equal(torch.zeros(4))
+        assert one.confidence(4, before, HIDDEN_R1H)[0].equal(torch.sigmoid(HIDDEN_R1H[:, 0, 0]))
+
+
+def seen(look_s: float, lag_s: float) -> LookMeter:
+    meter = LookMeter()
+    for _ in range(50):
+        meter.on_look(look_s)
+        meter.on_answer(lag_s)
+    return meter
+
+
+def test_what_was_not_measured_is_tried():
+    meter = LookMeter()
+    assert meter.is_worth_looking()
+    meter.on_look(1.0)
+    assert meter.is_worth_looking()
+
+
+def test_far_servers_are_worth_it_and_near_ones_only_now_and_then():
+    assert all(seen(0.001, MIN_GAIN * 0.001).is_worth_looking() for _ in range(50))
+    near = seen(0.001, 0.5 * MIN_GAIN * 0.001)
+    assert sum(near.is_worth_looking() for _ in range(10 * TRIED_EVERY)) == 10
+
+
+def test_a_network_that_becomes_slow_is_noticed():
+    meter = seen(0.001, 0.0)
+    for _ in range(20):
+        meter.on_answer(0.1)
+    assert meter.is_worth_looking()
+
+
+DRAWS = 20_000
+LOGITS = st.lists(st.sampled_from([-float("inf"), -2.0, 0.0, 1.0, 3.0]), min_size=5, max_size=5).filter(
+    lambda row: max(row) > -float("inf")
+)
+
+
+def draw(guess: list[float], full: list[float], seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Guesses, and what became of them."""
+    generator = torch.Generator().manual_seed(seed)
+    guess_scores, scores = (torch.tensor(one).expand(DRAWS, -1) for one in (guess, full))
+    guesses = torch.multinomial(guess_scores.softmax(-1), 1, generator=generator).squeeze(1)
+    return guesses, verify_sampled(guesses, guess_scores, scores, generator)
+
+
+@settings(max_examples=25)
+@given(LOGITS, LOGITS, st.integers(0, 2**31))
+def test_the_distribution_is_that_of_the_full_model(guess, full, seed):
+    _, tokens = draw(guess, full, seed)
+    expected = torch.tensor(full).softmax(-1)
+    counts = torch.bincount(tokens, minlength=5)
+    assert not counts[expected == 0].any()
+    possible = expected > 0
+    squares = (counts - DRAWS * expected)[possible] ** 2 / (DRAWS * expected[possible])
+    # Chi squared, at most four degrees of freedom: 40 is exceeded by chance once in 20 million.
+    assert float(squares.sum()) < 40
+
+
+def test_random_numbers_are_drawn_where_the_tokens_are():
+    """The device `meta` refuses tensors that are elsewhere, as a GPU does."""
+    scores = torch.zeros(3, 5, device="meta")
+    assert verify_sampled(torch.zeros(3, dtype=torch.long, device="meta"), scores, scores).device.type == "meta"
+
+
+def test_equal_distributions_never_reject():
+    guesses, tokens = draw([0.0, 1.0, 2.0, -1.0, 0.5], [0.0, 1.0, 2.0, -1.0, 0.5], 0)
+    assert guesses.equal(tokens)
+
+
+@pytest.mark.parametrize("token", [0, 3])
+def test_what_the_full_model_rules_out_is_always_replaced(token):
+    full = [-float("inf") if one == token else 0.0 for one in range(5)]
+    guesses, tokens = draw([0.0] * 5, full, 1)
+    assert (guesses == token).any()
+    assert not (tokens == token).any()
+    assert guesses[guesses != token].equal(tokens[guesses != token])

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from swarm import EarlyExit
 from swarm.client.early_exit.exit_terms import (
     RouteExits,
-    boundaries_for,
     exit_terms,
     span_thresholds,
     why_no_exits,
@@ -111,7 +110,7 @@ def test_an_option_without_effect_is_named_once(options, route, why):
 @pytest.mark.parametrize(
     ("options", "route", "why"),
     [
-        (EarlyExit(), Route((server(0, 12),)), "one server has all blocks, and boundaries names none of them"),
+        (EarlyExit(), Route((server(0, 12),)), "one server has all blocks"),
         (EarlyExit(threshold={3: 0.5}), ROUTE, r"leave out all blocks at which its servers begin, which are \[4, 8\]"),
         (EarlyExit(min_block=9), ROUTE, "leave out all blocks"),
         (EarlyExit(max_block=3, verify=False), ROUTE, "leave out all blocks"),
@@ -129,22 +128,6 @@ def test_a_route_on_which_nothing_can_leave_between_servers_is_named_once(option
 def test_a_route_on_which_tokens_can_leave_between_servers_is_not_named():
     assert why_none_between(EarlyExit(threshold={8: 0.5}), ROUTE) is None
     assert why_none_between(EarlyExit(threshold=1.0, decay=2.0), ROUTE) is None
-
-
-def test_boundaries_for_a_call():
-    """The second server's span is cut twice."""
-    first, second = server(0, 4), server(4, 12)
-    parts = [Hop(second.server, Span(start, end)) for start, end in ((4, 6), (6, 9), (9, 12))]
-    route = Route((first, *parts))
-    assert boundaries_for(EarlyExit(), route) == (4,)
-    assert boundaries_for(EarlyExit(boundaries=(2, 9)), route) == (4, 9)
-    assert boundaries_for(EarlyExit(boundaries=(6, 9)), route) == (4, 6, 9)
-    alone = Route((Hop(first.server, Span(0, 2)), Hop(first.server, Span(2, 4))))
-    assert "one server has all blocks" in str(why_none_between(EarlyExit(), alone))
-    assert why_none_between(EarlyExit(boundaries=(2,)), alone) is None
-    behind_own_blocks = Route((second,))
-    for options in (EarlyExit(), EarlyExit(boundaries=(4,))):
-        assert boundaries_for(options, behind_own_blocks) == (4,)
 
 
 def test_a_threshold_that_no_token_passes_is_named():

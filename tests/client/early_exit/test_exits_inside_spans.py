@@ -44,9 +44,6 @@ class World(PaperServers):
 
     boundaries = (3, 6)
 
-    def boundaries_for(self, options: EarlyExit) -> tuple[int, ...]:
-        return self.boundaries
-
     @property
     def route(self) -> Route:
         infos = [

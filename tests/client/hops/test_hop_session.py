@@ -499,7 +499,7 @@ def test_answers_to_steps_that_were_given_up_are_ignored(late):
         one = Session(swarm)
         await one.open()
         await one.ask(0)
-        one.give_up(-1, 0, copied_rows=False)
+        one.give_up(-1, copied_rows=False)
         await server.say(*late)
         assert (one.outputs, one.progress.replied, one.progress.error) == ([], -1, None)
         await one.ask(1)
@@ -596,7 +596,7 @@ def test_a_server_that_refuses_a_step_and_answers_it_all_the_same_has_not_answer
         await asyncio.sleep(0.1)
         await server.say(*reply(0, input_checksum=input_checksum(*server.requests[-1])))
         assert isinstance(one.progress.error, WrongPosition)
-        assert (one.replied, one.outputs) == (-1, [])
+        assert (one.progress.replied, one.outputs) == (-1, [])
 
     run(scenario)
 

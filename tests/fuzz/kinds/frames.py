@@ -131,7 +131,6 @@ class _Attack:
                 (messages.ReplayRequest(0, [0], [tokens], wire, "float32", None, True), payload),
                 (messages.SetNeighbors(self._peer.peer_id, server.peer_id, session_id), b""),
                 (messages.GiveUp(0, 1), b""),
-                (messages.Expedite(1), b""),
                 (messages.ForwardRequest(*span, [tokens], wire, "float32", wire), payload),
                 (messages.BackwardRequest(*span, [tokens], wire, "float32", wire), payload * 2),
                 (messages.PutAdapters(server.start, [_adapter(session_id)], "float32"), bytes(4 * 384)),

@@ -30,7 +30,7 @@ from tests import virtual_time
 from tests.bad_peers import LyingPeer
 from tests.client.batches.test_backward_pass import Batch, adapter
 from tests.client.chains import BLOCKS, MAX_LENGTH, Conversation, Server, Swarm
-from tests.client.test_chain_faults import next_step, some_boundaries
+from tests.client.test_chain_faults import next_step
 from tests.client.test_exits_under_faults import EXIT, TERMS, Sure
 from tests.fuzz.replies.hostile_streams import HostileStream, Mischief
 
@@ -92,7 +92,6 @@ class HostileSwarm(Swarm):
             AdapterUpload(pack_adapter(parts)),
             self.events.append,
             early_exits=kind == "exits",
-            boundaries=some_boundaries(chance),
         )
         model: Any = Adapted(self.model, parts) if parts else self.model
         talk = Conversation(model, Chain(context))

@@ -54,7 +54,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "beams": {"num_beams": 2},
     "lanes": {"lanes": 2},
     "speculation": {"prompt_lookup_num_tokens": 3},
-    "exits": {"early_exit": EarlyExit(threshold=0.3, boundaries=(2, 6))},
+    "exits": {"early_exit": EarlyExit(threshold=0.3)},
 }
 
 

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from swarm import EarlyExit
-from swarm.errors import InvalidOption
 from swarm.gateway.openai.api_errors import BadRequest
 from swarm.gateway.openai.early_exit_options import early_exit_options
 from swarm.gateway.openai.request_schema import parse_completion_request
@@ -18,7 +17,6 @@ from swarm.gateway.settings import GatewaySettings
 PLAIN = GatewaySettings()
 OPERATORS = GatewaySettings(early_exit=EarlyExit("similarity", 0.4, min_block=3))
 APPROXIMATE = GatewaySettings(approximate_exits=True)
-CUTS = GatewaySettings(early_exit=EarlyExit(boundaries=(2, 4, 8)), approximate_exits=True)
 
 
 def options(settings: GatewaySettings, *asked: Any, classifiers: bool = False) -> EarlyExit | None:
@@ -55,47 +53,6 @@ def test_a_threshold_for_each_block():
     assert asked.threshold == {4: 0.5, 8: 0.25}
 
 
-def test_boundaries():
-    assert options(CUTS, {"boundaries": [4, 8]}) == EarlyExit(boundaries=(4, 8))
-    assert options(CUTS, {"threshold": 0.1}) == EarlyExit(threshold=0.1, boundaries=(2, 4, 8))
-    assert options(CUTS, {"boundaries": []}) == EarlyExit()
-
-
-def test_the_operators_boundaries_stay_where_tokens_may_leave():
-    assert options(CUTS, {"min_block": 3}) == EarlyExit(min_block=3, boundaries=(4, 8))
-    assert options(CUTS, {"threshold": 1}) == EarlyExit(threshold=1)
-    asked = options(CUTS, {"fill": "project", "verify": False})
-    assert asked == EarlyExit(fill="project", verify=False)
-    similar = GatewaySettings(early_exit=EarlyExit("similarity", boundaries=(2, 4), min_block=4))
-    assert options(similar, {"threshold": 0.5}) == EarlyExit("similarity", 0.5, boundaries=(2, 4), min_block=4)
-
-
-def test_a_request_opens_no_more_sessions_than_the_operator_has_allowed():
-    """The gateway is one client of its servers: what one request takes there, all others lack."""
-    with pytest.raises(BadRequest, match="does not let tokens leave in front of 5, 6; use some of 2, 4, 8") as caught:
-        options(CUTS, {"boundaries": [4, 5, 6]})
-    assert caught.value.code == "boundary_not_allowed"
-    for settings in (PLAIN, OPERATORS, APPROXIMATE):
-        with pytest.raises(BadRequest, match="in front of 4; leave it out, or ask its operator for --exit-boundaries"):
-            options(settings, {"boundaries": [4]})
-        assert options(settings, {"boundaries": []}) == (settings.early_exit or EarlyExit())
-
-
-def test_what_a_gateway_may_need_of_one_server_fits_there():
-    def settings(texts: int, count: int) -> GatewaySettings:
-        return GatewaySettings(max_concurrent_texts=texts, early_exit=EarlyExit(boundaries=range(1, 1 + count)))
-
-    assert GatewaySettings(max_concurrent_texts=256)
-    assert settings(64, 3)
-    assert settings(51, 4)
-    with pytest.raises(InvalidOption, match=r"--concurrent 64 needs up to 320 sessions .* use --concurrent 51 or less"):
-        settings(64, 4)
-    with pytest.raises(InvalidOption, match="257 sessions"):
-        settings(1, 256)
-    with pytest.raises(InvalidOption, match="257 sessions"):
-        GatewaySettings(max_concurrent_texts=257)
-
-
 @pytest.mark.parametrize(
     "asked",
     [
@@ -115,20 +72,11 @@ def test_what_a_gateway_may_need_of_one_server_fits_there():
         {"batch": "all"},
         {"fill": "copy"},
         {"fill": "project"},
-        {"boundaries": 4},
-        {"boundaries": [0]},
-        {"boundaries": [8, 4]},
-        {"boundaries": [4, 4]},
-        {"boundaries": [12]},
-        {"boundaries": [4], "min_block": 5},
-        {"boundaries": [4], "threshold": 1},
-        {"boundaries": [4], "fill": "project", "verify": False},
-        {"boundaries": list(range(1, 12)) * 2},
     ],
 )
 def test_values_that_are_not_possible(asked):
     with pytest.raises(BadRequest) as caught:
-        options(CUTS, asked)
+        options(APPROXIMATE, asked)
     assert caught.value.param is not None
     assert caught.value.param.startswith("early_exit")
 

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import asyncio
 import multiprocessing
-from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
@@ -177,27 +176,6 @@ def test_the_first_iteration_of_all_waits_for_nothing():
     for session in "abcdefgh":
         one.on_request(session, 0.0, HERE)
     assert one.delay(1, 0.0, 1.0, 0.0, HERE) == 0
-
-
-@given(
-    st.lists(st.integers(1, 7), min_size=1, max_size=3, unique=True),
-    st.floats(0.01, 2),
-    st.floats(0.01, 4),
-    st.floats(0, 1),
-)
-def test_the_parts_of_one_client_do_not_wait_for_each_other(boundaries, handing_on, client, contention):
-    """Each comes when the one before is answered, so none can come while another waits."""
-    cuts = [0, *sorted(boundaries), 8]
-    parts = [Span(start, end) for start, end in pairwise(cuts)]
-    one, now = BatchingDelay(iteration=T), 100.0
-    for _ in range(5):
-        for part in parts:
-            one.on_request(part, now, part, joins_parts=True)
-            assert one.delay(1, 0.0, contention, now, part, joins_parts=True) == 0
-            now += T
-            one.on_answer(part, now)
-            now += handing_on * T
-        now += client * T
 
 
 @pytest.mark.parametrize(

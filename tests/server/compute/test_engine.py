@@ -266,29 +266,6 @@ def test_a_step_that_is_not_urgent_lets_urgent_ones_go_first(llama, monkeypatch)
     run(scenario)
 
 
-def test_a_step_that_someone_waits_for_after_all_goes_with_the_urgent_ones(llama, monkeypatch):
-    async def scenario(engine):
-        monkeypatch.setattr(scheduler, "MAX_YIELD_S", SOON)
-        sessions = [Session(engine, llama, seed) for seed in range(4)]
-        for session in sessions:
-            await session.step(3)
-        sizes = recorded(llama, monkeypatch)
-        lazy = sessions[0]
-        hidden = lazy.inputs(5)
-
-        async def expedited():
-            computing = engine.submit(lazy.request(hidden, urgent=False))
-            engine.expedite(computing)
-            engine.expedite(asyncio.get_running_loop().create_future())  # of no request that waits
-            return await computing
-
-        *_, outcome = await Pause(engine).end(*(session.step(2) for session in sessions[1:]), expedited())
-        assert sizes == [6 + 5]
-        lazy.check(hidden, outcome)
-
-    run(scenario)
-
-
 def test_a_request_that_is_settled_by_its_caller_is_dropped(llama, monkeypatch):
     async def scenario(engine):
         gone, good = Session(engine, llama, 1), Session(engine, llama, 2)

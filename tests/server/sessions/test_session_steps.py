@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
 
 import pytest
@@ -128,51 +127,6 @@ def test_a_step_is_not_urgent_at_or_behind_the_block_where_its_token_may_leave(m
 
     alone(model, act)
     assert seen == [True, urgent, True]
-
-
-@pytest.mark.parametrize("when", ["before it comes", "while it waits"])
-def test_a_step_is_urgent_once_its_client_waits_for_it(model, monkeypatch, when):
-    expedited: list[bool] = []
-    expedite, submit = Engine.expedite, Engine.submit
-
-    def watched_expedite(engine, future):
-        expedited.append(True)
-        expedite(engine, future)
-
-    def watched_submit(engine, request):
-        expedited.append(request.urgent)
-        return submit(engine, request)
-
-    monkeypatch.setattr(Engine, "expedite", watched_expedite)
-
-    async def act(server):
-        client = await (await server.client()).begin()
-        monkeypatch.setattr(Engine, "submit", watched_submit)
-        lazy = changed(client.next_step(), exit_block=0)
-        if when == "before it comes":
-            await client.stream.send(messages.Expedite(lazy.step))
-            await client.stream.send(messages.Expedite(0))  # takes nothing back
-            reply, payload = await client.ask(lazy, encode_tensor(random(1, 1), WireFormat.NONE))
-        else:
-            go_on = threading.Event()
-            assert server.runtime.post(lambda: go_on.wait(PATIENCE) or None)
-            pushing = asyncio.create_task(
-                server.handler._steps.run_step(
-                    server.session(), lazy, bytes(encode_tensor(random(1, 1), WireFormat.NONE)), asked_by_client=True
-                )
-            )
-            await server.until(lambda: server.session().computing is not None)
-            for last in (lazy.step - 1, lazy.step):
-                await client.stream.send(messages.Expedite(last))
-            await client.ask(messages.InfoRequest())
-            go_on.set()
-            reply, payload = await pushing
-        client.check(reply, payload, random(1, 1))
-        following = changed(client.next_step(), exit_block=0)
-        await client.ask(following, encode_tensor(random(1, 2), WireFormat.NONE))
-
-    alone(model, act)
-    assert expedited == ([True, False] if when == "before it comes" else [False, True, False])
 
 
 @pytest.fixture

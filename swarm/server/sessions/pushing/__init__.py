@@ -1,1 +1,1 @@
-"""How outputs go on from one session to the next, and which of the steps that wait there are computed as one."""
+"""How outputs go on from one server to the next, and how often clients may have other peers dialed for that."""

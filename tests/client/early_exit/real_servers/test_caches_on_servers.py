@@ -7,7 +7,6 @@ computes the same products of the same shapes, whatever was given up between the
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,6 @@ from transformers import AutoModelForCausalLM, LogitsProcessorList, StoppingCrit
 
 from swarm import EarlyExit
 from swarm.client.routes.events import ExitTaken, ExitVerified
-from swarm.data_structures import Span
 from tests.client.conftest import SPANS
 from tests.client.prompts import greedy, padded_batch, prompt
 from tests.disturbances import Before, holder
@@ -95,29 +93,6 @@ def test_caches_are_those_of_plain_generation(swarm, model, exits, batch):
     assert largest_difference(found, plain_caches(swarm, model, inputs, texts)) == 0
 
 
-def whole_spans(parts: list[CachedSession]) -> list[CachedSession]:
-    """Sessions on the parts of the spans of `SPANS`, as sessions on whole spans."""
-    found = []
-    for span in map(Span, *zip(*(map(int, span.split(":")) for span in SPANS), strict=True)):
-        inside = [one for one in parts if int(one.span.split(":")[0]) in span]
-        assert len({one.lengths for one in inside}) == 1
-        layers = tuple(layer for one in inside for layer in one.layers)
-        assert len(layers) == span.length
-        found.append(CachedSession(str(span), inside[0].lengths, layers))
-    return found
-
-
-@pytest.mark.parametrize("exits", EXITS)
-@pytest.mark.parametrize("batch", [False, True], ids=["one", "padded batch"])
-def test_caches_of_spans_that_were_cut_are_those_of_plain_generation(swarm, model, exits, batch):
-    """Steps that wait at a part are computed together, in products of other shapes."""
-    inputs = padded_batch() if batch else {"input_ids": prompt()}
-    texts, found = exits_and_caches(swarm, model, inputs, replace(EXITS[exits], boundaries=(1, 4, 5)))
-    assert [one.span for one in found] == ["0:1", "1:2", "2:3", "3:4", "4:5", "5:6"]
-    expected = plain_caches(swarm, model, inputs, texts)
-    assert largest_difference(whole_spans(found), expected) < REPLAY_TOLERANCE
-
-
 def test_a_text_that_goes_on_overwrites_what_was_given_up_behind_its_end(swarm, model, local):
     """Where a text ends, tokens behind its end may be on their way."""
     inputs = {"input_ids": prompt()}
@@ -147,18 +122,16 @@ def with_prompts(swarm: TestSwarm, folder: Path) -> dict[str, Any]:
 @pytest.mark.slow
 @pytest.mark.parametrize("adapter", [with_lora, with_prompts])
 @pytest.mark.parametrize("exits", ["given up", "unverified"])
-@pytest.mark.parametrize("boundaries", [(), (1, 4)], ids=["whole spans", "cut spans"])
 def test_caches_of_sessions_with_adapters(
-    swarm, model, tmp_path, exits, boundaries, adapter: Callable[[TestSwarm, Path], dict[str, Any]]
+    swarm, model, tmp_path, exits, adapter: Callable[[TestSwarm, Path], dict[str, Any]]
 ):
     inputs = padded_batch()
     with run_client(swarm, dtype="float32", **adapter(swarm, tmp_path)) as adapted:
         if getattr(adapted, "deep_prompts", None) is not None:
             with torch.no_grad():
                 adapted.deep_prompts.normal_(std=0.3)
-        texts, found = exits_and_caches(swarm, adapted, inputs, replace(EXITS[exits], boundaries=boundaries))
-        found, tolerance = whole_spans(found), REPLAY_TOLERANCE if boundaries else 0
-        assert largest_difference(found, plain_caches(swarm, adapted, inputs, texts)) <= tolerance
+        texts, found = exits_and_caches(swarm, adapted, inputs, EXITS[exits])
+        assert largest_difference(found, plain_caches(swarm, adapted, inputs, texts)) == 0
         if adapter is with_lora:
             assert largest_difference(found, plain_caches(swarm, model, inputs, texts)) > REPLAY_TOLERANCE
 

@@ -42,9 +42,8 @@ class Listener:
         )
 
 
-@pytest.mark.parametrize("threshold", [0.01, 0.03, 1.0])
-@pytest.mark.parametrize("confidence", ["softmax", "similarity"])
-def test_greedy_texts_are_those_of_the_full_model(model, local, threshold, confidence):
+@pytest.mark.parametrize(("confidence", "threshold"), [("softmax", 0.01), ("softmax", 1.0), ("similarity", 0.03)])
+def test_greedy_texts_are_those_of_the_full_model(model, local, confidence, threshold):
     listener = Listener()
     exits = EarlyExit(confidence, threshold)
     with model.inference_session(max_length=64, listener=listener):

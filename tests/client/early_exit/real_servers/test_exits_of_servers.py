@@ -239,16 +239,3 @@ def test_a_confidence_that_no_server_measures_is_named(model, local, caplog):
     said = [record.getMessage() for record in caplog.records if "early_exit" in record.getMessage()]
     assert len(said) == 1
     assert "confidence='classifier'" in said[0]
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"num_beams": 2}, "not for beam search"),
-        ({"prompt_lookup_num_tokens": 3}, "not for assisted generation"),
-        ({"use_cache": False}, "needs a session"),
-    ],
-)
-def test_what_does_not_go_together(model, settings, message):
-    with pytest.raises(UsageError, match=message):
-        greedy(model, prompt(), 4, early_exit=project(), **settings)
