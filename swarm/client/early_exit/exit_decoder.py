@@ -175,9 +175,9 @@ class ExitDecoder:
     def _send(self, tokens_RT: torch.Tensor, open_R: torch.Tensor) -> None:
         session, place = self._session, self._place(tokens_RT)
         exits = terms_for(self._options, session.route, self._blocks, *place, session.warn_once)
-        exit_block = self._options.first_exit(self._session.boundaries)
-        looks = exit_block is not None and (not self._options.verify or self._looks.is_worth_looking())
-        step = self._model.send(tokens_RT, exits, exit_block if looks else None)
+        looks = not self._options.verify or self._looks.is_worth_looking()
+        exit_block = self._options.first_exit(self._session.boundaries) if looks else None
+        step = self._model.send(tokens_RT, exits, exit_block)
         self._flights.append(_Flight(step, tokens_RT, open_R, looks))
 
     def _may_follow(self, newest: _Flight, guess: _Guess) -> bool:
