@@ -26,7 +26,7 @@ from swarm.server.resolved_config import ResolvedConfig, resolve_config
 from tests import zoo
 
 CACHE_TOKENS = 16
-BUFFER_BYTES = 2 * CACHE_TOKENS * 32 * 4
+BUFFER_BYTES = CACHE_TOKENS * 32 * 4
 """Hidden states of so many tokens, kept twice."""
 
 

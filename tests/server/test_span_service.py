@@ -90,9 +90,9 @@ def test_a_server_without_exits_offers_none(checkpoint):
 
 
 def test_a_session_on_some_blocks_reserves_their_share_of_the_cache(checkpoint):
-    """And memory for its buffers: twice the hidden states, which is here what two blocks take for a token."""
+    """And memory for its last reply: hidden states, which are here what one block takes for a token."""
     sessions = asyncio.run(load(checkpoint)).sessions
-    for part, tokens in ((SPAN, 30), (Span(1, 2), 18), (Span(2, 4), 24)):
+    for part, tokens in ((SPAN, 30), (Span(1, 2), 15), (Span(2, 4), 23)):
         assert sessions.tokens_reserved(SessionTerms(b"", "peer", part, 30, WireFormat.NONE)) == tokens
 
 

@@ -18,7 +18,7 @@ from typing import Protocol
 import torch
 
 from swarm.client.chain.chain import MAX_STEPS_UNDER_WAY
-from swarm.client.early_exit.exit_terms import RouteExits
+from swarm.client.early_exit.exit_terms import terms_for
 from swarm.client.early_exit.options import EarlyExit
 from swarm.client.early_exit.token_output import TokenOutput
 from swarm.client.routes.events import ExitTaken, ExitVerified
@@ -139,7 +139,6 @@ class ExitDecoder:
         self._model, self._sampling, self._output = model, sampling, output
         self._blocks = exits.base.blocks
         self._reader = HiddenReader(options, exits, model.logits)
-        self._route_exits = RouteExits(options, self._blocks, session.warn_once)
         self._flights: deque[_Flight] = deque()
         self._looks = LookMeter()
         self._tokens_RT = torch.empty(0, 0, dtype=torch.long)
@@ -174,10 +173,11 @@ class ExitDecoder:
         return self._tokens_RT
 
     def _send(self, tokens_RT: torch.Tensor, open_R: torch.Tensor) -> None:
-        exits = self._route_exits.terms(self._session.route, *self._place(tokens_RT))
-        exit_block = self._options.first_exit(self._session.boundaries)
-        looks = exit_block is not None and (not self._options.verify or self._looks.is_worth_looking())
-        step = self._model.send(tokens_RT, exits, exit_block if looks else None)
+        session, place = self._session, self._place(tokens_RT)
+        exits = terms_for(self._options, session.route, self._blocks, *place, session.warn_once)
+        looks = not self._options.verify or self._looks.is_worth_looking()
+        exit_block = self._options.first_exit(self._session.boundaries) if looks else None
+        step = self._model.send(tokens_RT, exits, exit_block)
         self._flights.append(_Flight(step, tokens_RT, open_R, looks))
 
     def _may_follow(self, newest: _Flight, guess: _Guess) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 
 from swarm.client.early_exit.options import EarlyExit
 from swarm.data_structures import Route
@@ -67,38 +66,30 @@ def why_none_between(options: EarlyExit, route: Route) -> str | None:
     return f"threshold, min_block and max_block leave out all blocks at which its servers begin, which are {boundaries}"
 
 
-@dataclass
-class RouteExits:
-    """Where the tokens of one `generate` call may leave on its route: what servers are asked, and what the log is told.
+def terms_for(
+    options: EarlyExit,
+    route: Route | None,
+    blocks: int,
+    position: int,
+    length: int,
+    warn: Callable[[str], None],
+) -> ExitTerms | None:
+    """What the servers of a route are asked for one token, see `exit_terms`; None for nothing.
 
     Args:
-        options: what the caller wants.
         blocks: of the model.
-        warn: writes a line to the log that need not be there again, although other calls have the same options.
+        warn: is told, for every token, if no token can leave on the route; writes each line to the log once.
     """
-
-    options: EarlyExit
-    blocks: int
-    warn: Callable[[str], None]
-    _said: bool = False
-
-    def terms(self, route: Route | None, position: int, length: int) -> ExitTerms | None:
-        """What the servers are asked for one token, see `exit_terms`; None for nothing.
-
-        A route on which no token can leave is named in the log.
-        """
-        if route is None:
-            return None
-        if self.options.fill == "exact":
-            if not self._said and (reason := why_none_between(self.options, route)):
-                self._said = True
-                self.warn(f"early_exit: no token can leave on this route, because {reason}.")
-            return None
-        thresholds = span_thresholds(self.options, route, self.blocks)
-        if not thresholds and not self._said:
-            self._said = True
-            self.warn(
-                "early_exit with fill='project': no token can leave inside a server's span, because "
-                f"{why_no_exits(self.options, route)}. Tokens leave between servers only, and all caches are exact."
-            )
-        return exit_terms(self.options, thresholds, position, length)
+    if route is None:
+        return None
+    if options.fill == "exact":
+        if reason := why_none_between(options, route):
+            warn(f"early_exit: no token can leave on this route, because {reason}.")
+        return None
+    thresholds = span_thresholds(options, route, blocks)
+    if not thresholds:
+        warn(
+            "early_exit with fill='project': no token can leave inside a server's span, because "
+            f"{why_no_exits(options, route)}. Tokens leave between servers only, and all caches are exact."
+        )
+    return exit_terms(options, thresholds, position, length)

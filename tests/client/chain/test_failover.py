@@ -355,6 +355,34 @@ def test_spans_may_be_cut_differently(span_model, replacements, route, push):
     run(span_model, servers, act, push=push)
 
 
+@pytest.mark.parametrize("end", ["kill", "leave"])
+def test_a_server_with_two_hops_in_a_row_pushes_nothing_to_itself(span_model, end):
+    """It has taken the place of two servers, one after the other, and then ends, too."""
+
+    async def act(swarm, talk):
+        await swarm.add("c", 0, 6)
+        await swarm.planner.refresh()
+        for name in ("a", "b"):
+            swarm.kill(name)
+            await talk.append(1, 1)
+        assert swarm.planner.routes[-1] == "0:2@c 2:6@c"
+        await swarm.add("d", 0, 2)
+        await swarm.add("e", 2, 6)
+        await swarm.planner.refresh()
+        before = swarm.servers["c"].count(messages.PushRequest)
+        await talk.append(1, 1)
+        assert swarm.servers["c"].count(messages.PushRequest) == before
+        if end == "kill":
+            swarm.kill("c")
+        else:
+            swarm.servers["c"].handler.closing = True
+            await swarm.servers["c"].handler.hand_over()
+        await everything(talk)
+        assert {route.split("@")[-1] for route in swarm.planner.routes[-1].split()} <= {"d", "e"}
+
+    run(span_model, {"a": (0, 2), "b": (2, 6)}, act)
+
+
 def test_no_step_overtakes_what_a_new_server_still_lacks(span_model):
     """The last server answers a step that copies rows; the one before it dies before it has said so. The next step,
     which copies rows too, is on its way to the replacement before the client has handed that the first one."""

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from swarm import EarlyExit
 from swarm.client.early_exit.exit_terms import (
-    RouteExits,
     exit_terms,
     span_thresholds,
+    terms_for,
     why_no_exits,
     why_none_between,
 )
@@ -95,13 +95,12 @@ def test_where_no_confidence_can_be_high_enough_servers_need_not_look():
         (project({3: 0.5}), ROUTE, "leave out all exits"),
     ],
 )
-def test_an_option_without_effect_is_named_once(options, route, why):
+def test_an_option_without_effect_is_named(options, route, why):
     assert span_thresholds(options, route, BLOCKS) == {}
     warned: list[str] = []
-    exits = RouteExits(options, BLOCKS, warned.append)
     for position in range(3):
-        assert exits.terms(route, position, 10) is None
-    (message,) = warned
+        assert terms_for(options, route, BLOCKS, position, 10, warned.append) is None
+    (message,) = set(warned)
     assert message.startswith("early_exit with fill='project': no token can leave inside a server's span")
     assert re.search(why, why_no_exits(options, route))
     assert why_no_exits(options, route) in message
@@ -116,12 +115,11 @@ def test_an_option_without_effect_is_named_once(options, route, why):
         (EarlyExit(max_block=3, verify=False), ROUTE, "leave out all blocks"),
     ],
 )
-def test_a_route_on_which_nothing_can_leave_between_servers_is_named_once(options, route, why):
+def test_a_route_on_which_nothing_can_leave_between_servers_is_named(options, route, why):
     warned: list[str] = []
-    exits = RouteExits(options, BLOCKS, warned.append)
     for position in range(3):
-        assert exits.terms(route, position, 10) is None
-    (message,) = warned
+        assert terms_for(options, route, BLOCKS, position, 10, warned.append) is None
+    (message,) = set(warned)
     assert re.search(why, message)
 
 
@@ -140,12 +138,12 @@ def test_a_threshold_that_no_token_passes_is_named():
 
 def test_nothing_is_asked_unless_the_caller_wants_it():
     for options in (EarlyExit(threshold=0.0), EarlyExit(threshold=0.0, verify=False), project(1.0)):
-        assert RouteExits(options, BLOCKS, pytest.fail).terms(ROUTE, 0, 10) is None
+        assert terms_for(options, ROUTE, BLOCKS, 0, 10, pytest.fail) is None
 
 
 def test_thresholds_fall_along_the_text():
-    exits = RouteExits(project(decay=2.0), BLOCKS, pytest.fail)
-    seen = [exits.terms(ROUTE, position, 10).thresholds[0][1] for position in range(10)]
+    options = project(decay=2.0)
+    seen = [terms_for(options, ROUTE, BLOCKS, at, 10, pytest.fail).thresholds[0][1] for at in range(10)]
     assert seen == sorted(seen, reverse=True)
     assert seen[0] == 0.5
     assert seen[-1] < 0.47
