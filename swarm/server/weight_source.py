@@ -86,13 +86,12 @@ class WeightSource:
 async def _from_peers(options: ServerConfig, peer: Peer) -> PeerModel:
     if options.model is None:
         raise WeightsUnavailable("say which model's weights to get from peers: swarm server MODEL --weights-from peers")
-    believe = options.weights.trust_on_first_use or options.p2p.membership is not None
     return await open_from_peers(
         peer,
         options.model,
         revision=options.revision,
         digests=options.weights.digests,
-        believe_first=believe,
+        believe_first=options.p2p.membership is not None,
         cache_dir=options.cache_dir,
     )
 

@@ -28,7 +28,7 @@ async def open_from_peers(
         model: its name in the swarm.
         revision: None for the one that servers have.
         digests: file of `swarm digest --for-peers`, which says what the weights must be.
-        believe_first: whether to believe the servers that are met first, if there is no such file.
+        believe_first: whether to believe what all servers that are met say, if there is no such file.
         cache_dir: where weights are kept; None for this user's cache.
 
     Raises:
@@ -44,8 +44,7 @@ async def open_from_peers(
     elif not believe_first:
         raise WeightsUnavailable(
             f"nothing says what the weights of {model} must be, so they are taken from no peer: give a file of "
-            "`swarm digest MODEL --for-peers --output FILE`, made where all weights are (--digests FILE), or believe "
-            "the peers that are met first (--trust-on-first-use)"
+            "`swarm digest MODEL --for-peers --output FILE`, made where all weights are: --digests FILE"
         )
     there = await find_model(peer, model)
     sharers = SharersOfModel(peer, model, there.blocks)

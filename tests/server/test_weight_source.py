@@ -106,7 +106,7 @@ def test_what_peers_say_is_told_with_what_the_hub_said(monkeypatch):
     ("arguments", "expected"),
     [
         ((), WeightsOption()),
-        (("--weights-from", "peers", "--trust-on-first-use"), WeightsOption("peers", trust_on_first_use=True)),
+        (("--weights-from", "peers", "--digests", "FILE"), WeightsOption("peers", Path("FILE"))),
         (("--digests", "a.json", "--share-weights", "off"), WeightsOption(digests=Path("a.json"), share=False)),
         (("--share-weights", "on", "--share-rate", "10MB"), WeightsOption(share=True, share_rate=10_000_000)),
         (("--weights-from", "./peers"), WeightsOption("./peers")),

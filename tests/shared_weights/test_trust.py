@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swarm.errors import DigestFileError, UnknownWeights
-from swarm.models.checkpoints.digest_file import encode_digest_file
+from swarm.models.checkpoints.known_digests import encode_digest_file
 from swarm.shared_weights.trust import TrustedParts, agree, trusted_by_file
 
 truth = {str(block): f"{block:064x}" for block in range(5)}

@@ -55,8 +55,7 @@ class ModelSource:
 
     @property
     def _believes(self) -> bool:
-        network = self.network
-        return network.digests is not None or network.trust_on_first_use or self.membership is not None
+        return self.network.digests is not None or self.membership is not None
 
     def _from_peers(self, local_blocks: LocalBlocksOption) -> Checkpoint:
         if self.model is None:
@@ -76,7 +75,7 @@ class ModelSource:
                 model,
                 revision=self.revision,
                 digests=self.network.digests,
-                believe_first=self.network.trust_on_first_use or self.membership is not None,
+                believe_first=self.membership is not None,
                 cache_dir=Path(self.cache_dir) if self.cache_dir is not None else None,
             )
             span = parse_local_blocks(local_blocks, found.checkpoint.blocks)

@@ -47,9 +47,9 @@ def test_the_library_reads_what_is_written(described):
                 assert (found.dtype, tuple(found.shape)) == (DTYPES[dtype], shape)
         stored = read_header(path)
     for name, dtype, shape in described:
-        assert (stored[name].dtype_name, stored[name].form.shape) == (dtype, shape)
+        assert (stored[name].dtype, stored[name].shape) == (dtype, shape)
         assert stored[name].offset == position
-        position += stored[name].form.size_bytes
+        position += stored[name].size_bytes
 
 
 def test_values_lie_where_the_header_says(tmp_path):
