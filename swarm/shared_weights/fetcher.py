@@ -191,7 +191,7 @@ class _Fetch:
             is_liar = isinstance(error, ProtocolViolation)
             level = logging.WARNING if is_liar else logging.DEBUG
             logger.log(level, "Weights of %s are not taken from …%s: %s", self._store.model, holder[-6:], error)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001  (the caller of `run` gets it)
             self._failure = self._failure or error
         finally:
             self._downloads.pop(holder, None)
@@ -311,7 +311,7 @@ class _Fetch:
     async def _finish(self, part: str) -> None:
         try:
             await _to_end(self._unfinished[part].finish)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001  (the caller of `run` gets it)
             if isinstance(error, ProtocolViolation):  # what is trusted says so, and yet it cannot be used
                 error = WeightsUnavailable(str(error))
             self._failure = self._failure or error
