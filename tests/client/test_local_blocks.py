@@ -104,7 +104,6 @@ def test_steps_that_fail_behind_and_come_again(span_model: SpanModel, fails: int
         torch.testing.assert_close(session.compute(hidden_RTH, None, layout), right, rtol=1e-4, atol=1e-4)
         session.confirm()
     assert session.timing is not None
-    assert session.timing.overhead == 0
 
 
 @pytest.fixture(scope="module")

@@ -15,8 +15,8 @@ from swarm.server.__main__ import main as command
 from swarm.server.config import BlocksOption, ServerConfig, WeightsOption
 from swarm.server.throughput.throughput_option import ThroughputOption
 from swarm.server.weight_source import WeightSharing, WeightSource
-from swarm.transport.memory import stream_pair
 from swarm.transport.p2p import P2PConfig
+from tests.memory_hub import stream_pair
 from tests.shared_weights.peers import BLOCKS, NAME, make_checkpoint
 
 SOMEWHERE = "/ip4/127.0.0.1/tcp/9/p2p/QmNLei78zWmzUdbeRB3CiUfAizWUrbeeZh5K1rhAQKCh51"

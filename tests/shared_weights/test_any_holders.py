@@ -17,8 +17,8 @@ from swarm.shared_weights import manifest as manifests
 from swarm.shared_weights.checkpoint_parts import CheckpointParts
 from swarm.shared_weights.manifest import CLIENT, FILES, all_parts
 from swarm.shared_weights.part_store import PartStore
-from swarm.transport.memory import MemoryHub
 from tests import virtual_time
+from tests.memory_hub import MemoryHub
 from tests.shared_weights.peers import BLOCKS, NAME, Swarm, make_checkpoint
 
 PARTS = all_parts(BLOCKS)

@@ -10,8 +10,8 @@ from swarm.shared_weights.checkpoint_parts import CheckpointParts
 from swarm.shared_weights.holder import WeightsHolder
 from swarm.shared_weights.holder_stream import HolderStream
 from swarm.shared_weights.manifest import MAX_MANIFEST_BYTES, all_parts
-from swarm.transport.memory import MemoryHub
 from tests import virtual_time
+from tests.memory_hub import MemoryHub
 from tests.shared_weights.peers import BLOCKS, NAME, make_checkpoint
 
 MAX_ANSWER_BYTES = MAX_MANIFEST_BYTES

@@ -16,8 +16,8 @@ from swarm.shared_weights.checkpoint_parts import CheckpointParts
 from swarm.shared_weights.holder import IDLE_TIMEOUT_S, MAX_PEER_STREAMS, MAX_STREAMS, WeightsHolder
 from swarm.shared_weights.holder_stream import HolderStream
 from swarm.shared_weights.manifest import CHUNK_BYTES, all_parts
-from swarm.transport.memory import MemoryHub
 from tests import virtual_time
+from tests.memory_hub import MemoryHub
 from tests.shared_weights.peers import BLOCKS, NAME, make_checkpoint, run
 from tests.shared_weights.processes import open_stream, serving
 
