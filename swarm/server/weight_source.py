@@ -17,8 +17,7 @@ from swarm.server.config import ServerConfig
 from swarm.shared_weights.checkpoint_parts import CheckpointParts
 from swarm.shared_weights.holder import WeightsHolder
 from swarm.shared_weights.manifest import parts_of_blocks
-from swarm.shared_weights.peer_model import PeerModel
-from swarm.shared_weights.swarm_model import open_from_peers
+from swarm.shared_weights.peer_model import PeerModel, open_from_peers
 from swarm.transport.p2p import Peer
 from swarm.transport.stream import Stream
 

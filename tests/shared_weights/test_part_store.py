@@ -150,14 +150,13 @@ def test_chunks_lie_where_the_header_says(tmp_path):
 
 
 @pytest.mark.parametrize("spoil", [lambda data: data[:-1], lambda data: data + b"x", lambda data: b"\xff" + data[1:]])
-@pytest.mark.parametrize("number", range(CHUNKS))
-def test_a_wrong_chunk_is_not_written(tmp_path, number, spoil):
+def test_a_wrong_chunk_is_not_written(tmp_path, spoil):
     store = store_with_manifests(tmp_path, BLOCK)
     with begun(store, BLOCK) as part:
-        chunk = list(part.chunks)[number]
         before = store.unfinished_path("0").read_bytes()
-        assert not part.write(chunk, spoil(BLOCK.data(chunk)))
-        assert store.unfinished_path("0").read_bytes() == before
+        for chunk in part.chunks:
+            assert not part.write(chunk, spoil(BLOCK.data(chunk)))
+            assert store.unfinished_path("0").read_bytes() == before
 
 
 @pytest.mark.parametrize("source", [BLOCK, JSON], ids=lambda source: source.part)

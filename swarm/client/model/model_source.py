@@ -14,7 +14,7 @@ from swarm.errors import HubUnreachable, InvalidOption, SwarmError
 from swarm.membership.invite import Invite
 from swarm.models.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from swarm.shared_weights.manifest import CLIENT, parts_of_blocks
-from swarm.shared_weights.swarm_model import open_from_peers
+from swarm.shared_weights.peer_model import open_from_peers
 from swarm.transport.p2p import P2PConfig, Peer
 
 logger = logging.getLogger(__name__)
