@@ -14,7 +14,7 @@ from swarm.planning.device_advice import advise
 from swarm.planning.device_group import ModelSize
 from swarm.planning.group_description import GroupDescription, ModelDescription
 from swarm.planning.partition import partition
-from swarm.planning.plan_plot import plot_plan
+from swarm.planning.plan_report import plot_plan
 
 FILE_PATH = click.Path(dir_okay=False, path_type=Path)
 

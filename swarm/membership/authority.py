@@ -22,11 +22,11 @@ from swarm.membership.certificates import (
     Key,
     Serial,
     UnixTime,
+    public_bytes,
     sign_certificate,
 )
 from swarm.membership.invite import Invite
 from swarm.membership.revocations import MAX_REVOKED, NUMBER_LIMIT, Revocations, sign_revocations
-from swarm.membership.signatures import public_bytes
 
 MAX_FILE_BYTES = 16 << 20
 MAX_INVITES = 65536

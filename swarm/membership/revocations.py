@@ -13,8 +13,7 @@ import msgspec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from swarm.errors import ProtocolViolation, UnknownAuthority
-from swarm.membership.certificates import Key, Serial, Signed, UnixTime
-from swarm.membership.signatures import Purpose, is_valid, public_bytes, sign
+from swarm.membership.certificates import Key, Purpose, Serial, Signed, UnixTime, is_valid, public_bytes, sign
 
 MAX_REVOKED = 4096
 """Certificates in a list. Expired ones are left out, so this limits revocations per month, not in all."""

@@ -1,7 +1,8 @@
 """Receives parts of a model from several peers at once, into a store.
 
 Each peer that shares parts gets a stream and a few requests at a time; whichever is quicker gets more. A chunk that did
-not come, or is not right, is asked for elsewhere. A peer that sends a wrong chunk is asked for nothing more.
+not come, or is not right, is asked for elsewhere. A peer that sends a wrong chunk is asked for nothing more. Read
+`_Fetch` first: `HolderChoice` says which peers are asked, `ChunkPipeline` for how many chunks at once.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ from swarm.errors import (
 from swarm.shared_weights.holder_stream import HolderStream, offers
 from swarm.shared_weights.part_store import Chunk, PartStore, UnfinishedPart
 from swarm.transport.stream import Stream
+
+logger = logging.getLogger(__name__)
 
 RETRY_S = 2.0
 """After this time a peer that failed is asked again, and others are looked for."""
@@ -152,8 +155,6 @@ def next_window(window: int, seconds: float) -> int:
     wanted = WINDOW_S / max(seconds, 1e-6)
     return min(MAX_WINDOW, window + 1) if wanted > window else max(MIN_WINDOW, window - 1)
 
-
-logger = logging.getLogger(__name__)
 
 MAX_HOLDERS = 4
 """Peers that are asked at the same time."""

@@ -1,4 +1,4 @@
-"""A model of which this machine has nothing but what peers send it."""
+"""A model of which this machine has nothing but what peers send it: who shares it, what is believed, and its files."""
 
 from __future__ import annotations
 
@@ -24,6 +24,8 @@ from swarm.shared_weights.manifest import FILES, all_parts
 from swarm.shared_weights.part_store import PartStore, default_root, file_name
 from swarm.shared_weights.trust import TrustedParts, agree, pinned_path, trusted_at_first_use, trusted_by_file
 from swarm.transport.p2p import Peer
+
+logger = logging.getLogger(__name__)
 
 REFRESH_S = 10.0
 """How long an answer of the DHT is used."""
@@ -78,8 +80,6 @@ async def find_model(peer: Peer, name: str) -> ModelInfo:
         )
     return found
 
-
-logger = logging.getLogger(__name__)
 
 LearnDigests = Callable[[], Awaitable[TrustedParts]]
 

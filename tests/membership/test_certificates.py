@@ -10,11 +10,12 @@ from swarm.membership.certificates import (
     MAX_CERTIFICATE_BYTES,
     MEMBER_NAME,
     Certificate,
+    Purpose,
     Signed,
     open_certificate,
+    sign,
     sign_certificate,
 )
-from swarm.membership.signatures import Purpose, sign
 from tests.members import TestAuthority
 
 AUTHORITY = TestAuthority(b"a" * 32)

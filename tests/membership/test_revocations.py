@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swarm.errors import ProtocolViolation, UnknownAuthority
-from swarm.membership.certificates import Signed
+from swarm.membership.certificates import Purpose, Signed, sign
 from swarm.membership.revocations import (
     MAX_LIST_BYTES,
     MAX_REVOKED,
@@ -17,7 +17,6 @@ from swarm.membership.revocations import (
     open_revocations,
     sign_revocations,
 )
-from swarm.membership.signatures import Purpose, sign
 from tests.members import TestAuthority
 
 AUTHORITY = TestAuthority(b"a" * 32)

@@ -7,7 +7,7 @@ import pytest
 
 from swarm.errors import UsageError
 from swarm.planning.partition import partition
-from swarm.planning.plan_plot import plot_plan
+from swarm.planning.plan_report import plot_plan
 from tests.planning.groups import group_of
 
 PLAN = partition(group_of([3.0, 1.0], 8, send=0.1))

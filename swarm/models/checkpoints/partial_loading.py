@@ -10,10 +10,11 @@ import logging
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, TextStreamer
 from transformers.utils import logging as transformers_logging
 
 from swarm.common.dtypes import HIDDEN_DTYPES, dtype_name
@@ -160,3 +161,12 @@ def quiet_transformers() -> Any:
         transformers_logging.set_verbosity(before)
         if bars:
             transformers_logging.enable_progress_bar()
+
+
+__all__ = ["TextStreamer", "load_local_model"]
+
+
+def load_local_model(source: str | Path) -> Any:
+    """The whole model, loaded in this process."""
+    with quiet_transformers():
+        return AutoModelForCausalLM.from_pretrained(str(source), trust_remote_code=False)

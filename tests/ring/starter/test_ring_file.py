@@ -10,8 +10,15 @@ from hypothesis import strategies as st
 
 from swarm.errors import PartitionError, RingFileError, WorkerLineError
 from swarm.ring.pairing import WorkerLine
-from swarm.ring.starter.ring_file import is_ring_file, options_of, parse_ring_file, read_ring_file, write_ring_file
-from swarm.ring.starter.ring_options import RingOptions, partition_numbers
+from swarm.ring.starter.ring_options import (
+    RingOptions,
+    is_ring_file,
+    options_of,
+    parse_ring_file,
+    partition_numbers,
+    read_ring_file,
+    write_ring_file,
+)
 
 LINES = tuple(WorkerLine(f"QmWorker{n}", f"pi {n}", ("/ip4/10.0.0.1/tcp/1",), bytes(16)) for n in (1, 2))
 

@@ -7,8 +7,8 @@ import stat
 import pytest
 
 from swarm.errors import FolderInUse, InvalidOption
+from swarm.ring.joining import any_port, port_of, told_addresses, with_peer_id
 from swarm.ring.locked_folder import LockedFolder
-from swarm.ring.own_addresses import any_port, port_of, told_addresses, with_peer_id
 from swarm.ring.worker.memory import FILE, WorkerMemory
 
 
