@@ -1,7 +1,7 @@
 """Carries out a worker's assignments on this device.
 
-It receives weights from its starter and from other workers, keeps them in its folder, and holds them for others. It runs
-a server of them as a child process, which gives all memory back when it ends.
+It receives weights from its starter and from other workers, keeps them in its folder, and holds them for others. The
+server of these blocks is a child process, so that all memory is given back when it ends.
 """
 
 from __future__ import annotations
