@@ -67,11 +67,11 @@ def test_a_signature_for_another_purpose_does_not_make_a_certificate():
         open_certificate(forged, AUTHORITY.public_key)
 
 
-@pytest.mark.parametrize("name", ["", "anna\n", "a" * 65, "../x", "анна", "-x"])
-def test_names_are_those_that_the_authority_gives(name):
-    certificate = msgspec.structs.replace(AUTHORITY.invite().certificate, name=name)
-    with pytest.raises(ProtocolViolation):
-        open_certificate(sign_certificate(AUTHORITY.key, certificate), AUTHORITY.public_key)
+def test_names_are_those_that_the_authority_gives():
+    for name in ["", "anna\n", "a" * 65, "../x", "анна", "-x"]:
+        certificate = msgspec.structs.replace(AUTHORITY.invite().certificate, name=name)
+        with pytest.raises(ProtocolViolation):
+            open_certificate(sign_certificate(AUTHORITY.key, certificate), AUTHORITY.public_key)
 
 
 @given(certificate=certificates, after=st.integers(-(2**37), 2**37))

@@ -46,10 +46,10 @@ def test_the_longest_list_is_within_the_limit():
     assert open_revocations(data, AUTHORITY.public_key).revoked == revoked
 
 
-@pytest.mark.parametrize("data", [b"", b"\x90", b"x" * (MAX_LIST_BYTES + 1), b"\xdd\xff\xff\xff\xff"])
-def test_garbage_is_a_violation(data):
-    with pytest.raises(ProtocolViolation):
-        open_revocations(data, AUTHORITY.public_key)
+def test_garbage_is_a_violation():
+    for data in [b"", b"\x90", b"x" * (MAX_LIST_BYTES + 1), b"\xdd\xff\xff\xff\xff"]:
+        with pytest.raises(ProtocolViolation):
+            open_revocations(data, AUTHORITY.public_key)
 
 
 @pytest.mark.parametrize("serials", [[b"b" * 16, b"a" * 16], [b"a" * 16, b"a" * 16]], ids=["unordered", "twice"])

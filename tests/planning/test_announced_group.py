@@ -49,9 +49,8 @@ def test_memory_is_what_the_announced_form_of_the_weights_takes() -> None:
     assert [device.usable_memory - cache for device in group.devices] == [1500, 3000, 3000]
 
 
-@pytest.mark.parametrize(
-    ("announced", "quant"),
-    [
+def test_the_form_of_the_weights_that_servers_have_in_common() -> None:
+    for announced, quant in [
         ({"none"}, "none"),
         ({"int8"}, "int8"),
         ({"int4"}, "nf4"),
@@ -59,10 +58,8 @@ def test_memory_is_what_the_announced_form_of_the_weights_takes() -> None:
         ({"int8", "none"}, "none"),
         ({"int8", "int4"}, "none"),
         ({"something else"}, "none"),
-    ],
-)
-def test_the_form_of_the_weights_that_servers_have_in_common(announced: set[str], quant: str) -> None:
-    assert common_quantization([server_info(0, 1, form, quantization=form) for form in announced]) == quant
+    ]:
+        assert common_quantization([server_info(0, 1, form, quantization=form) for form in announced]) == quant
 
 
 def test_both_ends_measured_the_link() -> None:

@@ -73,18 +73,17 @@ def test_a_file_that_the_user_names_comes_first(whole, tmp_path):
     assert digests(checkpoint, file=tmp_path / "digests.json") == others
 
 
-@pytest.mark.parametrize(("revision", "count"), [("folder-000000000000", zoo.BLOCKS), (None, zoo.BLOCKS - 1)])
-def test_a_file_for_something_else(whole, tmp_path, revision, count):
-    checkpoint = open_checkpoint(whole)
-    content = encode_digest_file("model", revision or checkpoint.revision, ["0" * 12] * count)
-    write_digest_file(tmp_path / "digests.json", content)
-    with pytest.raises(DigestFileError, match="make the file again"):
-        known_digests(checkpoint, tmp_path / "digests.json")
+def test_a_file_for_something_else(whole, tmp_path):
+    for revision, count in [("folder-000000000000", zoo.BLOCKS), (None, zoo.BLOCKS - 1)]:
+        checkpoint = open_checkpoint(whole)
+        content = encode_digest_file("model", revision or checkpoint.revision, ["0" * 12] * count)
+        write_digest_file(tmp_path / "digests.json", content)
+        with pytest.raises(DigestFileError, match="make the file again"):
+            known_digests(checkpoint, tmp_path / "digests.json")
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
+def test_a_file_that_is_none(tmp_path):
+    for content in [
         "",
         "[]",
         "{}",
@@ -97,14 +96,12 @@ def test_a_file_for_something_else(whole, tmp_path, revision, count):
         '{"format": 1, "model": "m", "revision": "r", "digests": {}}',
         "[" * 100_000,
         " " * (1 << 20) + " ",
-    ],
-)
-def test_a_file_that_is_none(tmp_path, content):
-    (tmp_path / "digests.json").write_text(content)
-    with pytest.raises(DigestFileError, match="is not a usable file of digests"):
-        read_digest_file(tmp_path / "digests.json")
-    with pytest.raises(DigestFileError, match="No such file"):
-        read_digest_file(tmp_path / "nothing.json")
+    ]:
+        (tmp_path / "digests.json").write_text(content)
+        with pytest.raises(DigestFileError, match="is not a usable file of digests"):
+            read_digest_file(tmp_path / "digests.json")
+        with pytest.raises(DigestFileError, match="No such file"):
+            read_digest_file(tmp_path / "nothing.json")
 
 
 def test_the_commit_of_a_hub_model_identifies_its_weights(weightless):

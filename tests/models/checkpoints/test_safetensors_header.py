@@ -73,12 +73,10 @@ def test_garbage_is_refused(data):
         parse_header(data)
 
 
-@pytest.mark.parametrize(
-    "start", [b"", bytes(7), bytes(8), (1).to_bytes(8, "little"), (MAX_HEADER_BYTES + 1).to_bytes(8, "little")]
-)
-def test_lengths_that_no_header_has(start):
-    with pytest.raises(ValueError, match=r"too short|whole number"):
-        header_length(start)
+def test_lengths_that_no_header_has():
+    for start in [b"", bytes(7), bytes(8), (1).to_bytes(8, "little"), (MAX_HEADER_BYTES + 1).to_bytes(8, "little")]:
+        with pytest.raises(ValueError, match=r"too short|whole number"):
+            header_length(start)
 
 
 def test_an_unknown_dtype_is_refused():

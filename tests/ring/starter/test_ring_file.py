@@ -43,9 +43,8 @@ def test_the_command_line_takes_the_place_of_the_file(tmp_path):
     assert options_of(read_ring_file(path), {"partition": (4, 4, 4)}).partition == (4, 4, 4)
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
+def test_a_file_that_cannot_be_used_names_the_field():
+    for text, said in [
         ("model: m", "workers"),
         ("workers: []", "workers"),
         ("workers: [x]\nmodell: m", "modell"),
@@ -53,11 +52,9 @@ def test_the_command_line_takes_the_place_of_the_file(tmp_path):
         ("workers: [x]\ndtype: float64", "dtype"),
         ("- a", "object"),
         ("a: b: c", "YAML"),
-    ],
-)
-def test_a_file_that_cannot_be_used_names_the_field(text, said):
-    with pytest.raises(RingFileError, match=said):
-        parse_ring_file(text.encode())
+    ]:
+        with pytest.raises(RingFileError, match=said):
+            parse_ring_file(text.encode())
 
 
 def test_lines_and_partitions_are_checked():
