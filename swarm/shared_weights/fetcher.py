@@ -178,13 +178,10 @@ class FetchProgress:
     Attributes:
         done_bytes: those that are here and right, also from an earlier attempt.
         total_bytes: of all parts whose size is known.
-        parts_done, parts: number of parts.
     """
 
     done_bytes: int
     total_bytes: int
-    parts_done: int
-    parts: int
 
 
 async def fetch_parts(
@@ -451,7 +448,7 @@ class _Fetch:
     def _note_progress(self) -> None:
         self._progress_at = time.monotonic()
         self._choice.note_progress()
-        self._on_progress(FetchProgress(self._done_bytes, self._total_bytes, len(self._finished), len(self._parts)))
+        self._on_progress(FetchProgress(self._done_bytes, self._total_bytes))
 
     def _unavailable(self, why: str) -> WeightsUnavailable:
         parts = [part for part in self._parts if part not in self._finished]

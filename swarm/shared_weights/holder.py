@@ -27,6 +27,8 @@ from swarm.shared_weights.checkpoint_parts import CheckpointParts
 from swarm.shared_weights.manifest import CHUNK_BYTES
 from swarm.transport.stream import Stream
 
+logger = logging.getLogger(__name__)
+
 BUSY_BYTES_PER_S = 8 << 20
 """While clients wait for what this machine computes. Sending takes processor time, too."""
 
@@ -74,8 +76,6 @@ class _Limit:
         self._bucket.take(_ALL, size, now)
         return -self._bucket.left(_ALL, now) / self._bytes_per_s
 
-
-logger = logging.getLogger(__name__)
 
 MAX_STREAMS = 16
 MAX_PEER_STREAMS = 2

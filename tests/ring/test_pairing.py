@@ -83,7 +83,7 @@ def test_worker_and_starter_have_the_same_lock():
 
 
 def test_whoever_has_the_line_proves_it():
-    challenge = WorkerChallenge(new_nonce(), True)
+    challenge = WorkerChallenge(new_nonce())
     request = answer_challenge(challenge, LINE, STARTER, "laptop")
     assert request.name == "laptop"
     require_proof(request, challenge, LINE.secret, WORKER, STARTER)
@@ -91,7 +91,7 @@ def test_whoever_has_the_line_proves_it():
 
 def test_a_proof_is_for_one_stream_between_two_peers():
     for wrong in ["secret", "challenge", "worker", "starter", "nonce", "empty"]:
-        challenge = WorkerChallenge(new_nonce(), True)
+        challenge = WorkerChallenge(new_nonce())
         request = answer_challenge(challenge, LINE, STARTER, "")
         if wrong == "nonce":
             request = type(request)(new_nonce(), request.proof, "")
@@ -100,7 +100,7 @@ def test_a_proof_is_for_one_stream_between_two_peers():
         with pytest.raises(WrongSecret, match="copy the line"):
             require_proof(
                 request,
-                WorkerChallenge(new_nonce(), True) if wrong == "challenge" else challenge,
+                WorkerChallenge(new_nonce()) if wrong == "challenge" else challenge,
                 new_secret() if wrong == "secret" else LINE.secret,
                 OTHER if wrong == "worker" else WORKER,
                 OTHER if wrong == "starter" else STARTER,
@@ -108,7 +108,7 @@ def test_a_proof_is_for_one_stream_between_two_peers():
 
 
 def test_members_need_no_secret():
-    challenge = WorkerChallenge(new_nonce(), False)
+    challenge = WorkerChallenge(new_nonce())
     request = answer_challenge(challenge, replace(LINE, secret=None), STARTER, "")
     assert request.proof == b""
     require_proof(request, challenge, None, WORKER, STARTER)
