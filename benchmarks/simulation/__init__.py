@@ -1,1 +1,1 @@
-"""Simulates a swarm of thousands of servers on a virtual clock, with the placement and routing code of real peers."""
+"""Simulates a swarm of thousands of servers on a virtual clock, with the placement code of real servers."""

@@ -9,11 +9,7 @@ from dataclasses import dataclass
 from benchmarks.simulation.scenario import Scenario
 from benchmarks.simulation.state import CompletedMove, CoverageGap
 from benchmarks.simulation.swarm import SimulatedSwarm
-from swarm.data_structures import Route, Span
-from swarm.errors import MissingBlocks, format_blocks
-from swarm.routing.beam_search import find_route
-from swarm.routing.cost_model import RouteRequirements, route_seconds
-from swarm.routing.swarm_snapshot import SwarmSnapshot
+from swarm.errors import format_blocks
 
 MAX_OUTAGES = 8
 """Number of outages that the text lists one by one."""
@@ -45,23 +41,6 @@ class SwarmSample:
 
 
 @dataclass(frozen=True)
-class RouteSample:
-    """A route that a client planned from the announcements.
-
-    Attributes:
-        time: seconds.
-        hops: number of hops; 0 if no server announced some block.
-        seconds: expected time of a token.
-        lost: number of servers on the route that were gone or held other blocks.
-    """
-
-    time: float
-    hops: int
-    seconds: float
-    lost: int
-
-
-@dataclass(frozen=True)
 class SimulationResult:
     """Everything that a simulation recorded."""
 
@@ -70,7 +49,6 @@ class SimulationResult:
     joined: int
     left: int
     samples: tuple[SwarmSample, ...]
-    routes: tuple[RouteSample, ...]
     moves: tuple[CompletedMove, ...]
     gaps: tuple[CoverageGap, ...]
 
@@ -79,14 +57,11 @@ def simulate(scenario: Scenario, seed: int = 0) -> SimulationResult:
     """Run a scenario to its end. The same seed gives the same result."""
     world = SimulatedSwarm(scenario, seed)
     samples: list[SwarmSample] = []
-    routes: list[RouteSample] = []
     _call_every(world, scenario.sample_every, lambda: samples.append(_sample_swarm(world)))
-    if scenario.route_every > 0:
-        _call_every(world, scenario.route_every, lambda: routes.append(_sample_route(world, scenario.blocks)))
     world.clock.run_until(scenario.duration)
     truth = world.truth
     return SimulationResult(
-        scenario, seed, truth.joined, truth.left, tuple(samples), tuple(routes), tuple(truth.moves), truth.all_gaps()
+        scenario, seed, truth.joined, truth.left, tuple(samples), tuple(truth.moves), truth.all_gaps()
     )
 
 
@@ -112,24 +87,6 @@ def _sample_swarm(world: SimulatedSwarm) -> SwarmSample:
         moves=len(truth.moves),
         gaps=truth.gaps_now,
     )
-
-
-def _sample_route(world: SimulatedSwarm, blocks: int) -> RouteSample:
-    world.directory.advance(world.clock.now)
-    snapshot = SwarmSnapshot(world.directory.online())
-    try:
-        route = find_route(snapshot, Span(0, blocks))
-    except MissingBlocks:
-        return RouteSample(world.clock.now, 0, 0.0, 0)
-    seconds = route_seconds(snapshot, route, RouteRequirements())
-    return RouteSample(world.clock.now, len(route.hops), seconds, _count_lost_servers(world, route))
-
-
-def _count_lost_servers(world: SimulatedSwarm, route: Route) -> int:
-    """Count the servers on the route that do not serve the blocks that it needs from them."""
-    serving = {server.peer_id: server.span for server in world.alive.values() if server.serves}
-    spans = [(serving.get(hop.server.peer_id), hop.span) for hop in route.hops]
-    return sum(span is None or wanted.start not in span or wanted.end - 1 not in span for span, wanted in spans)
 
 
 @dataclass(frozen=True)
@@ -160,11 +117,6 @@ class SimulationStatistics:
         steady_moves: number of moves in the steady state.
         moves_per_server_hour: rate of moves in the steady state.
         outages: in the order in which they began.
-        hops: median number of hops of the routes that clients planned.
-        seconds: median expected time of a token on these routes.
-        routes: number of routes that clients tried to plan.
-        unroutable: number of attempts in which no server announced some block.
-        outdated: number of routes that included a server that was gone.
     """
 
     steady: float
@@ -174,11 +126,6 @@ class SimulationStatistics:
     steady_moves: int
     moves_per_server_hour: float
     outages: tuple[Outage, ...]
-    hops: float
-    seconds: float
-    routes: int
-    unroutable: int
-    outdated: int
 
 
 def compute_statistics(result: SimulationResult) -> SimulationStatistics:
@@ -189,7 +136,6 @@ def compute_statistics(result: SimulationResult) -> SimulationStatistics:
     near_liars = [_share_of_optimum(sample, sample.near_liars) for sample in steady if sample.near_liars is not None]
     server_hours = sum(sample.servers for sample in steady) * scenario.sample_every / 3600
     steady_moves = sum(move.time >= scenario.steady_from for move in result.moves)
-    found = [route for route in result.routes if route.hops]
     return SimulationStatistics(
         steady=statistics.median(shares),
         steady_lowest=min(shares),
@@ -198,11 +144,6 @@ def compute_statistics(result: SimulationResult) -> SimulationStatistics:
         steady_moves=steady_moves,
         moves_per_server_hour=steady_moves / server_hours if server_hours else 0.0,
         outages=_find_outages(result),
-        hops=statistics.median(route.hops for route in found) if found else 0.0,
-        seconds=statistics.median(route.seconds for route in found) if found else 0.0,
-        routes=len(result.routes),
-        unroutable=len(result.routes) - len(found),
-        outdated=sum(route.lost > 0 for route in found),
     )
 
 
@@ -255,11 +196,6 @@ def _result_lines(result: SimulationResult, found: SimulationStatistics) -> Iter
         f"{found.moves_per_server_hour:.3f} per server and hour"
     )
     yield from _outage_lines(found.outages, scenario.update_period)
-    if found.routes:
-        yield (
-            f"Clients: {found.routes} routes planned, {found.hops:.0f} hops and {found.seconds * 1000:.0f} ms per "
-            f"token (medians); {found.outdated} included a server that was gone, {found.unroutable} found no route"
-        )
 
 
 def _outage_lines(outages: tuple[Outage, ...], period: float) -> Iterator[str]:

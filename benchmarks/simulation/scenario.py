@@ -81,7 +81,6 @@ class Scenario:
         record_periods: an announcement that is not renewed remains visible for this many update periods.
         visible_every: a change becomes visible to others at the next multiple of this.
         sample_every: time between two samples.
-        route_every: time between two routes that clients plan; 0 for no clients.
     """
 
     description: str
@@ -95,7 +94,6 @@ class Scenario:
     record_periods: float = 2.5
     visible_every: float = 1.0
     sample_every: float = 10.0
-    route_every: float = 60.0
 
     @property
     def policy(self) -> MovePolicy:
@@ -148,7 +146,6 @@ SCENARIOS = {
         steady_from=1800,
         visible_every=5,
         sample_every=30,
-        route_every=300,
         machines=Machines(spread=0.7, blocks=(2, 12)),
         events=(Join(10000, over=600), Churn(1200, 3600, hourly=0.05, silently=0.3)),
     ),

@@ -176,10 +176,6 @@ class SimulatedDirectory:
         """Number of visible servers, in any state."""
         return len(self._infos)
 
-    def online(self) -> tuple[ServerInfo, ...]:
-        """The visible servers that clients may use."""
-        return tuple(info for info in self._infos.values() if info.state is ServerState.ONLINE)
-
     def throughputs(self) -> Floats:
         """Tokens/s that each block is believed to have (see `swarm.server.placement.initial_blocks`)."""
         starts, ends, rates, _, _ = self._table.columns()
