@@ -114,19 +114,3 @@ def test_a_changed_config_is_used_or_refused(tmp_path_factory, changes, family):
         pass
     finally:
         shutil.rmtree(folder)
-
-
-@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.lists(st.tuples(st.integers(0, 2000), st.integers(0, 255)), min_size=1, max_size=8), st.integers(0, 2000))
-def test_a_config_with_changed_bytes_is_used_or_refused(tmp_path_factory, changes, cut):
-    folder = tmp_path_factory.mktemp("config")
-    data = bytearray((DEMO_FOLDER / "config.json").read_bytes())
-    for place, value in changes:
-        data[place % len(data)] = value
-    (folder / "config.json").write_bytes(data[: max(cut, len(data) // 2)])
-    try:
-        _ = open_checkpoint(folder).structure
-    except SwarmError:
-        pass
-    finally:
-        shutil.rmtree(folder)

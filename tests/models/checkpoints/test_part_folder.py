@@ -67,12 +67,6 @@ def test_a_folder_without_the_file_is_no_folder_of_parts(tmp_path):
     assert read_part_folder(tmp_path / "file") is None
 
 
-@given(data=st.binary(max_size=100))
-def test_garbage_never_raises_anything_else(folder, data):
-    with pytest.raises((ValueError, RecursionError)):
-        read(folder, data)
-
-
 @given(changes=st.dictionaries(st.sampled_from([*RIGHT, "more"]), values, min_size=1, max_size=3))
 @settings(max_examples=200)
 def test_any_values_never_raise_anything_else(folder, changes):
@@ -121,11 +115,6 @@ def test_what_breaks_the_schema(folder):
     ]:
         with pytest.raises(ValueError, match=r"expected|unknown field|surrogates"):
             read(folder, spoiled(**changes))
-
-
-def test_what_is_nested_too_deep(folder):
-    with pytest.raises((ValueError, RecursionError)):
-        read(folder, b"[" * 100_000)
 
 
 def test_a_file_that_is_too_large(folder, monkeypatch):
