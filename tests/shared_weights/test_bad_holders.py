@@ -312,7 +312,7 @@ def test_chunks_of_a_peer_that_sends_nothing_are_asked_for_elsewhere(parts, tmp_
 
 def test_silent_peers_do_not_keep_the_room_of_others(parts, tmp_path):
     """Whether they say at first what they have, or nothing at all."""
-    holders = {f"silent {number}": bad.holder(parts, bad.silent) for number in range(fetcher.MAX_HOLDERS)}
-    holders |= {f"mute {number}": lambda stream: stream.discard_incoming() for number in range(fetcher.MAX_HOLDERS)}
-    honest = {"honest": bad.holder(parts, bad.honest)}
-    assert not receive(parts, tmp_path, {**holders, **honest}, limit_s=2 * STALLED_S + 2 * fetcher.RETRY_S + 1)
+    for name, silent in {"silent": bad.holder(parts, bad.silent), "mute": lambda one: one.discard_incoming()}.items():
+        holders = {f"{name} {number}": silent for number in range(fetcher.MAX_HOLDERS)}
+        holders["honest"] = bad.holder(parts, bad.honest)
+        assert not receive(parts, tmp_path / name, holders, limit_s=STALLED_S + 2 * fetcher.RETRY_S + 1)
