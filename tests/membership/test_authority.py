@@ -10,9 +10,8 @@ import pytest
 from swarm.errors import MembershipError, MembershipRevoked
 from swarm.membership import authority as module
 from swarm.membership.authority import DAY_S, create_authority, invite_member, read_authority, revoke_member
-from swarm.membership.certificates import public_bytes
+from swarm.membership.certificates import Revocations, open_revocations, public_bytes
 from swarm.membership.membership import Membership
-from swarm.membership.revocations import Revocations, open_revocations
 
 NOW = 1_700_000_000.0
 
