@@ -91,7 +91,6 @@ def test_it_expires_at_its_second(certificate, after):
             certificate.require_unexpired(certificate.expires + after)
 
 
-AUTHORITY = TestAuthority(b"a" * 32)
 serials = st.sets(st.binary(min_size=16, max_size=16), max_size=8)
 numbers = st.integers(1, NUMBER_LIMIT - 1)
 
