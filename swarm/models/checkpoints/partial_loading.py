@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, TextStreamer
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import TextStreamer as TextStreamer  # for `swarm demo`: only this package may import transformers
 from transformers.utils import logging as transformers_logging
 
 from swarm.common.dtypes import HIDDEN_DTYPES, dtype_name
@@ -163,10 +164,7 @@ def quiet_transformers() -> Any:
             transformers_logging.enable_progress_bar()
 
 
-__all__ = ["TextStreamer", "load_local_model"]
-
-
 def load_local_model(source: str | Path) -> Any:
-    """The whole model, loaded in this process."""
+    """The whole model in this process, for commands that compare a swarm with it."""
     with quiet_transformers():
         return AutoModelForCausalLM.from_pretrained(str(source), trust_remote_code=False)
