@@ -309,8 +309,3 @@ class HopTiming:
 
     total: float
     compute: float
-
-    @property
-    def overhead(self) -> float:
-        """Time beyond computing: the network, encoding and decoding, waiting."""
-        return self.total - self.compute

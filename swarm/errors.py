@@ -101,10 +101,6 @@ class ChatTemplateError(UsageError):
     """The model's chat template rejects the conversation."""
 
 
-class ScenarioError(UsageError):
-    """The description of a simulation cannot be used."""
-
-
 class KeyFileError(UsageError):
     """A gateway's key file cannot be used, or cannot be changed as requested."""
 

@@ -13,7 +13,7 @@ from transformers import StoppingCriteria, StoppingCriteriaList
 
 from swarm.client.session import InferenceSession
 from swarm.models.checkpoints.checkpoint import DEMO_FOLDER
-from swarm.models.checkpoints.whole_model import load_local_model
+from swarm.models.checkpoints.partial_loading import load_local_model
 from swarm.models.tokenizers.tokenizer import load_tokenizer
 from tests.swarms import ServerProcess, TestSwarm
 

@@ -7,10 +7,8 @@ import time
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from swarm.membership.certificates import SERIAL_BYTES, Certificate, sign_certificate
+from swarm.membership.certificates import SERIAL_BYTES, Certificate, public_bytes, sign_certificate, sign_revocations
 from swarm.membership.invite import Invite
-from swarm.membership.revocations import sign_revocations
-from swarm.membership.signatures import public_bytes
 
 
 class TestAuthority:

@@ -25,6 +25,8 @@ from swarm.client.model.auto_model import AutoDistributedModelForCausalLM
 from swarm.client.session import InferenceSession
 from swarm.client.tuning.options import TuningOptions
 from swarm.membership.invite import Invite
+from swarm.models.checkpoints.checkpoint import open_checkpoint
+from swarm.models.checkpoints.known_digests import encode_digest_file, write_digest_file
 from swarm.server.config import BlocksOption, ServerConfig
 from swarm.server.throughput.throughput_option import ThroughputOption
 from swarm.transport.p2p import P2PConfig
@@ -262,3 +264,12 @@ def is_running(pid: int) -> bool:
 
 
 __all__ = ["FORKS", "ServerProcess", "TestSwarm", "is_running", "run_client", "run_swarm"]
+
+
+def write_digests(folder: Path, path: Path) -> Path:
+    """Write the digests of a checkpoint's blocks to a file."""
+    checkpoint = open_checkpoint(folder)
+    digests = checkpoint.block_digests(0, checkpoint.blocks)
+    assert digests is not None
+    write_digest_file(path, encode_digest_file(checkpoint.name, checkpoint.revision, digests))
+    return path

@@ -9,13 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from huggingface_hub import constants
+from huggingface_hub import HfApi, constants
 from huggingface_hub.errors import EntryNotFoundError
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from swarm.models.checkpoints import checkpoint as checkpoint_module
-from swarm.models.checkpoints import hub_digests
 from swarm.models.checkpoints.checkpoint import INDEX_FILE, SINGLE_FILE, open_checkpoint
 from swarm.models.checkpoints.partial_loading import resolve_dtype
 from swarm.models.wire_defaults import default_wire_format
@@ -98,7 +97,6 @@ def test_of_a_shard_on_the_hub_no_more_than_the_header_is_read(tmp_path: Path, m
     monkeypatch.setattr(checkpoint_module, "try_to_load_from_cache", lambda *args, **kwargs: None)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     with run_hub(folder) as hub:
-        files = hub_digests.HubFiles(REPOSITORY, COMMIT, endpoint=hub.endpoint)
-        monkeypatch.setattr(checkpoint_module, "HubFiles", lambda *args: files)
+        monkeypatch.setattr(checkpoint_module, "HfApi", lambda: HfApi(endpoint=hub.endpoint))
         assert open_checkpoint(REPOSITORY).config.dtype == torch.bfloat16
         assert [file for file, _ in hub.sent] == [min(path.name for path in folder.glob("*.safetensors"))]

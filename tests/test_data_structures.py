@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarm.data_structures import Hop, HopTiming, Route, ServerInfo, ServerState, Span, StepLayout, Whereabouts
+from swarm.data_structures import Hop, Route, ServerInfo, ServerState, Span, StepLayout, Whereabouts
 from swarm.errors import InvalidSpan
 
 SERVER = ServerInfo(
@@ -48,10 +48,6 @@ def test_a_route_is_told_in_one_line():
 def test_layout_counts_packed_tokens():
     layout = StepLayout(starts=(3, 0, 7), counts=(2, 0, 5))
     assert (layout.sequences, layout.tokens, layout.sources) == (3, 7, None)
-
-
-def test_what_a_hop_costs_beside_the_computation():
-    assert HopTiming(total=0.5, compute=0.375).overhead == 0.125
 
 
 @pytest.mark.parametrize("value", [Span(0, 1), SERVER, Hop(SERVER, Span(0, 1)), Route(), StepLayout((0,), (1,))])

@@ -21,8 +21,8 @@ from swarm.data_structures import Span, WireFormat
 from swarm.models.checkpoints.checkpoint import open_checkpoint
 from swarm.models.execution.span_model import SpanModel
 from swarm.models.loading.span_loading import load_span
-from swarm.transport.memory import MemoryNetwork
 from tests import zoo
+from tests.memory_hub import MemoryNetwork
 from tests.test_push_delay import CPU, DELAY, PROMPT, Swarm, run
 
 SERVERS, TOKENS = 3, 12

@@ -30,10 +30,10 @@ from swarm.protocol.compression import decode_tensor, encode_tensor
 from swarm.server.compute.engine import Engine
 from swarm.server.sessions.handler import MessageHandler
 from swarm.server.sessions.session_table import SessionTable
-from swarm.transport.memory import MemoryHub, MemoryNetwork
 from tests import virtual_time, zoo
 from tests.client.fakes import NoRoutes
 from tests.infos import server_info
+from tests.memory_hub import MemoryHub, MemoryNetwork
 from tests.virtual_time import InlineRuntime
 
 DELAY, JUDGED = 0.05, 1.15

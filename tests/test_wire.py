@@ -10,7 +10,7 @@ import torch
 from scripts.wire_damage import Damage, InProcess, Variant, measure
 from swarm.data_structures import WireFormat
 from swarm.models.checkpoints.checkpoint import DEMO_FOLDER
-from swarm.models.checkpoints.whole_model import load_local_model
+from swarm.models.checkpoints.partial_loading import load_local_model
 from swarm.models.tokenizers.tokenizer import load_tokenizer
 from swarm.models.wire_defaults import BLOCKWISE8_FAMILIES, MAX_PERPLEXITY_CHANGE_PERCENT
 from tests.swarms import run_client, run_swarm

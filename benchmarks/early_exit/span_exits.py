@@ -41,7 +41,7 @@ from swarm.server.compute.compute_thread import ComputeThread
 from swarm.server.compute.engine import Engine
 from swarm.server.sessions.handler import MessageHandler
 from swarm.server.sessions.session_table import SessionTable
-from swarm.transport.memory import MemoryHub, MemoryNetwork
+from tests.memory_hub import MemoryHub, MemoryNetwork
 
 CPU = torch.device("cpu")
 PROMPT_TOKENS = 64

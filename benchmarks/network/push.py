@@ -41,8 +41,8 @@ from swarm.server.compute.compute_thread import ComputeThread
 from swarm.server.compute.engine import Engine
 from swarm.server.sessions.handler import MessageHandler
 from swarm.server.sessions.session_table import SessionTable
-from swarm.transport.memory import MemoryHub, MemoryNetwork
 from swarm.transport.p2p import quiet_hivemind
+from tests.memory_hub import MemoryHub, MemoryNetwork
 
 SHAPE, PROMPT = "tiny", 16
 HIDDEN = SHAPES[SHAPE].hidden_size

@@ -21,8 +21,8 @@ from benchmarks.common.machine import describe
 from swarm.data_structures import ServerInfo, ServerState, Span
 from swarm.routing.beam_search import find_route
 from swarm.routing.cost_model import RouteRequirements, route_seconds
-from swarm.routing.exact_reference import shortest_path
 from swarm.routing.swarm_snapshot import SwarmSnapshot
+from tests.routing.exact_reference import shortest_path
 
 SIDE = 0.2
 SESSION = RouteRequirements(cache_tokens=4096)

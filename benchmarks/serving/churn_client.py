@@ -20,7 +20,7 @@ from swarm.client.model.auto_model import AutoDistributedModelForCausalLM
 from swarm.client.routes.events import PeerAvoided, SessionEvent
 from swarm.client.session import InferenceSession
 from swarm.models.checkpoints.checkpoint import DEMO_FOLDER
-from swarm.models.checkpoints.whole_model import load_local_model
+from swarm.models.checkpoints.partial_loading import load_local_model
 from swarm.models.tokenizers.tokenizer import load_tokenizer
 from swarm.routing.peer_health import PeerFailure
 from tests.server_process import prepare

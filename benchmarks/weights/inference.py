@@ -19,7 +19,7 @@ from swarm import AutoDistributedModelForCausalLM
 from swarm.cli.local_swarm import LocalSwarm
 from swarm.models.checkpoints.checkpoint import open_checkpoint
 from swarm.shared_weights.checkpoint_parts import CheckpointParts
-from swarm.shared_weights.upload_pace import BUSY_BYTES_PER_S
+from swarm.shared_weights.holder import BUSY_BYTES_PER_S
 
 NOTHING, FROM_SERVER, FROM_ANOTHER = "nothing", "the server", "another process of the machine"
 SENDERS = (NOTHING, FROM_SERVER, FROM_ANOTHER)

@@ -179,7 +179,7 @@ class _Peer:
         self._peer: Peer | None = None
         self._holder: WeightsHolder | None = None
         self._fetching: asyncio.Task[dict[str, Any]] | None = None
-        self._progress = FetchProgress(0, 0, 0, 0)
+        self._progress = FetchProgress(0, 0)
         self._arrived = asyncio.Event()
 
     async def run(self) -> None:

@@ -18,7 +18,6 @@ COMMANDS = {
     "ring": "swarm.cli.ring",
     "demo": "swarm.cli.demo",
     "plan": "swarm.cli.plan",
-    "simulate": "swarm.cli.simulate",
     "status": "swarm.cli.status",
     "monitor": "swarm.monitor.__main__",
     "members": "swarm.cli.members",

@@ -53,7 +53,7 @@ def _generate_and_compare(address: str, prompt: str, tokens: int, temperature: f
     from swarm.client.model.auto_model import AutoDistributedModelForCausalLM
     from swarm.data_structures import WireFormat
     from swarm.models.checkpoints.checkpoint import DEMO_FOLDER
-    from swarm.models.checkpoints.whole_model import TextStreamer, load_local_model
+    from swarm.models.checkpoints.partial_loading import TextStreamer, load_local_model
     from swarm.models.tokenizers.tokenizer import load_tokenizer
     from swarm.transport.p2p import quiet_hivemind
 

@@ -34,12 +34,14 @@ def main(model: str | None, revision: str | None, for_peers: bool, output: Path 
     A client that has the model's weights needs no such file. Give it to those who only have the config, the tokenizer
     and the embeddings: as --digests FILE, or as swarm-digests.json beside the checkpoint's other files.
     """
+    from swarm.errors import CheckpointError
     from swarm.models.checkpoints.checkpoint import open_checkpoint
-    from swarm.models.checkpoints.digest_file import encode_digest_file, write_digest_file
-    from swarm.models.checkpoints.known_digests import known_digests
+    from swarm.models.checkpoints.known_digests import encode_digest_file, known_digests, write_digest_file
 
     checkpoint = open_checkpoint(model, revision=revision, cache_dir=cache_dir)
     known = known_digests(checkpoint)
+    if known is None:
+        raise CheckpointError(f"{checkpoint.name} is not on this machine: download the whole model")
     digests = [known.by_block.get(block) for block in range(checkpoint.blocks)]
     parts = _part_digests(checkpoint) if for_peers else None
     content = encode_digest_file(checkpoint.name, checkpoint.revision, digests, parts)

@@ -9,12 +9,10 @@ import msgspec
 
 from swarm.common import console
 from swarm.errors import UsageError
-from swarm.planning import announced_group, group_description, plan_report
-from swarm.planning.device_advice import advise
+from swarm.planning import group_description, plan_report
 from swarm.planning.device_group import ModelSize
 from swarm.planning.group_description import GroupDescription, ModelDescription
 from swarm.planning.partition import partition
-from swarm.planning.plan_plot import plot_plan
 
 FILE_PATH = click.Path(dir_okay=False, path_type=Path)
 
@@ -76,18 +74,20 @@ def main(
             "or --initial-peers ADDRESS... of a running swarm"
         )
     if write is not None:
-        _write_new(write, group_description.to_yaml(description, announced_group.FILE_COMMENT if file is None else ""))
+        _write_new(
+            write, group_description.to_yaml(description, group_description.FILE_COMMENT if file is None else "")
+        )
 
     group = group_description.build_group(description, size)
     plan = partition(group)
-    advice = advise(group, plan)
+    advice = plan_report.advise(group, plan)
     startup = _start_options(description, peers)
     click.echo(plan_report.format_plan(group, plan, advice, str(description.link)))
     click.echo(f"\n{plan_report.format_commands(plan, startup)}")
     if json_file is not None:
         _write(json_file, plan_report.plan_to_json(group, plan, advice, startup))
     if plot is not None:
-        plot_plan(plan, plot)
+        plan_report.plot_plan(plan, plot)
 
 
 def _model_size(description: GroupDescription, cache_dir: Path | None) -> ModelSize:
@@ -120,14 +120,14 @@ def _describe_running_swarm(
     found = uvloop.run(fetch_compatible_servers(checkpoint, P2PConfig(peers, membership=read_invite(membership))))
     for peer, reason in found.excluded.items():
         click.echo(f"Left out of the plan: …{peer[-6:]}, {reason}", err=True)
-    form = quant or announced_group.common_quantization(found.servers)
+    form = quant or group_description.common_quantization(found.servers)
 
     def size_in(form: str) -> ModelSize:
         return open_model(model, revision, dtype, cache_dir, form)[1]
 
     size = size_in(form)
     held = {form: size_in(form) for form in ("none", "int8", "int4", "nf4")}
-    description = announced_group.describe_servers(found.servers, size, model, cache_tokens, held)
+    description = group_description.describe_servers(found.servers, size, model, cache_tokens, held)
     return msgspec.structs.replace(description, revision=revision, dtype=dtype, quant=form), size
 
 

@@ -100,7 +100,7 @@ def main(context: click.Context, /, **given: Any) -> None:
     import torch
 
     from swarm.ring.starter.handle import Ring
-    from swarm.ring.starter.ring_file import write_ring_file
+    from swarm.ring.starter.ring_options import write_ring_file
 
     if given["threads"] is not None:
         torch.set_num_threads(given["threads"])
@@ -126,8 +126,7 @@ def _leave(number: int, frame: FrameType | None) -> None:
 def _ring_options(given: Mapping[str, Any], host_maddrs: tuple[str, ...]) -> RingOptions:
     from swarm.membership.invite import read_invite
     from swarm.ring.pairing import parse_lines
-    from swarm.ring.starter.ring_file import is_ring_file, options_of, read_ring_file
-    from swarm.ring.starter.ring_options import RingOptions, partition_numbers
+    from swarm.ring.starter.ring_options import RingOptions, is_ring_file, options_of, partition_numbers, read_ring_file
 
     common = {
         "membership": read_invite(given["membership"]),
@@ -197,7 +196,7 @@ def _wait(ring: Ring) -> None:
 
 
 def _unpair(options: RingOptions) -> None:
-    from swarm.ring.starter.unpairing import unpair
+    from swarm.ring.starter.handle import unpair
 
     for line, is_done in unpair(options).items():
         click.echo(f"{line}: {'another starter may use it now' if is_done else 'not reached'}")

@@ -10,8 +10,8 @@ import click
 from swarm.common import console
 from swarm.common.units import format_bytes
 from swarm.planning import plan_report
-from swarm.planning.device_advice import advise
 from swarm.planning.device_group import PipelinePlan
+from swarm.planning.plan_report import advise
 from swarm.ring.starter.handle import StartWatcher
 from swarm.ring.starter.ring_plan import RingGroup
 from swarm.ring.starter.worker_link import WorkerLink

@@ -6,8 +6,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from swarm.client.routes.weight_pins import WeightPins
-from swarm.data_structures import Span, WireFormat
+from swarm.data_structures import Span, WeightDigests, WireFormat
 from swarm.errors import InvalidOption
 from swarm.membership.invite import Invite
 from swarm.models.weights.quantization import QUANTIZATION_FORMS
@@ -32,7 +31,6 @@ class NetworkOptions:
             are another question: the weights that a server announces are the ones with which it computes exactly.
         digests: file of `swarm digest` with the digests that the blocks' weights must have; None for those of the
             model's own source: its files here, or on the model hub.
-        trust_on_first_use: believe the servers that are met first, and pin what they announce, if there is no source.
     """
 
     request_timeout: float = 60.0
@@ -43,7 +41,6 @@ class NetworkOptions:
     quant: str | Collection[str] | None = None
     exact: bool = True
     digests: str | Path | None = None
-    trust_on_first_use: bool = False
 
     def __post_init__(self) -> None:
         forms = self.weight_forms
@@ -90,10 +87,10 @@ class ModelIdentity:
         name: the name that servers announce.
         revision: the revision of its files.
         blocks: number of blocks of the whole model.
-        pins: the digests that blocks must have; None to compare none.
+        digests: that blocks must have; None to compare none.
     """
 
     name: str
     revision: str
     blocks: int
-    pins: WeightPins | None = None
+    digests: WeightDigests | None = None

@@ -72,19 +72,13 @@ def log_format_option(function: F) -> F:
     )(function)
 
 
-def weight_options(function: F) -> F:
-    """Add `--digests FILE` and `--trust-on-first-use`, for every command that uses servers' blocks."""
-    digests = click.option(
+def digests_option(function: F) -> F:
+    """Add `--digests FILE`, for every command that uses servers' blocks or weights from peers."""
+    return click.option(
         "--digests",
         type=click.Path(dir_okay=False, path_type=Path),
         help="File of `swarm digest`: the weights that servers must have.  [default: those of the model's own source]",
-    )
-    first_use = click.option(
-        "--trust-on-first-use",
-        is_flag=True,
-        help="If the model's own source cannot be read, believe the servers that are met first, and pin their weights.",
-    )
-    return digests(first_use(function))
+    )(function)
 
 
 def weights_from_option(function: F) -> F:

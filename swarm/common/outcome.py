@@ -16,5 +16,5 @@ def result_or_error(work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> 
     """
     try:
         return work(*args, **kwargs)
-    except BaseException as error:
+    except BaseException as error:  # noqa: BLE001  (see above)
         return error

@@ -68,6 +68,6 @@ def attempt(what: str, trial: Callable[[], T], level: int = logging.DEBUG) -> tu
     except NotBetter as refusal:
         logger.debug("%s is not better: %s", what, refusal)
         return None, str(refusal)
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001  (see above)
         logger.log(level, "%s is not possible here: %r", what, error)
         return None, f"it fails: {(str(error).splitlines() or [type(error).__name__])[0]}"

@@ -69,7 +69,7 @@ if TYPE_CHECKING:
     "--wait-for-blocks", type=click.FloatRange(0), default=60.0, help="Seconds that a request waits for missing blocks."
 )
 @click.option("--exact/--no-exact", default=True, help="Use no server that computes with some neurons only (sparse).")
-@console.weight_options
+@console.digests_option
 @console.weights_from_option
 @click.option(
     "--early-exit",
@@ -120,9 +120,7 @@ def main(**options: Any) -> None:
         torch.set_num_threads(options["threads"])
     if options["digests"] is not None and len(options["models"]) > 1:
         raise InvalidOption("--digests is for one model; put swarm-digests.json beside each checkpoint instead")
-    network = NetworkOptions(
-        **{name: options[name] for name in ("wait_for_blocks", "exact", "digests", "trust_on_first_use")}
-    )
+    network = NetworkOptions(**{name: options[name] for name in ("wait_for_blocks", "exact", "digests")})
     client = {
         "network": network,
         **{name: options[name] for name in ("wire", "cache_dir", "membership", "weights_from")},

@@ -16,17 +16,20 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from swarm.common.files.atomic_file import replace_file
 from swarm.errors import MembershipError
 from swarm.membership.certificates import (
+    MAX_REVOKED,
     MEMBER_NAME,
+    NUMBER_LIMIT,
     SERIAL_BYTES,
     Certificate,
     Key,
+    Revocations,
     Serial,
     UnixTime,
+    public_bytes,
     sign_certificate,
+    sign_revocations,
 )
 from swarm.membership.invite import Invite
-from swarm.membership.revocations import MAX_REVOKED, NUMBER_LIMIT, Revocations, sign_revocations
-from swarm.membership.signatures import public_bytes
 
 MAX_FILE_BYTES = 16 << 20
 MAX_INVITES = 65536

@@ -12,8 +12,7 @@ import msgspec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from swarm.errors import MembershipError, ProtocolViolation, UnknownAuthority
-from swarm.membership.certificates import Certificate, Key, open_certificate
-from swarm.membership.signatures import public_bytes
+from swarm.membership.certificates import Certificate, Key, open_certificate, public_bytes
 
 INVITE_PREFIX = "swarm-invite-1-"
 MAX_LINE_CHARACTERS = 2048

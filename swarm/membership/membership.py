@@ -17,10 +17,17 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from swarm.common.files.atomic_file import replace_file
 from swarm.errors import MembershipNotProven, MembershipRevoked, ProtocolViolation, UnknownAuthority
-from swarm.membership.certificates import Certificate, open_certificate
+from swarm.membership.certificates import (
+    MAX_LIST_BYTES,
+    Certificate,
+    Purpose,
+    Revocations,
+    is_valid,
+    open_certificate,
+    open_revocations,
+    sign,
+)
 from swarm.membership.invite import Invite
-from swarm.membership.revocations import MAX_LIST_BYTES, Revocations, open_revocations
-from swarm.membership.signatures import Purpose, is_valid, sign
 
 logger = logging.getLogger(__name__)
 

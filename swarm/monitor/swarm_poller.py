@@ -123,7 +123,7 @@ class SwarmPoller:
             try:
                 await self.poll()
                 self._failures = 0
-            except Exception as error:  # the next poll may succeed, whatever hivemind raised in this one
+            except Exception as error:  # noqa: BLE001  (hivemind raises many types, and the next poll may succeed)
                 self._failures += 1
                 problem = str(error) if isinstance(error, SwarmError) else f"reading the swarm failed: {error!r}"
                 logger.warning("%s; trying again", problem)

@@ -1,18 +1,92 @@
-"""Formats a plan as text with commands to copy, and as JSON. Pure."""
+"""Reports a plan: as text with commands to copy, as JSON, and as a chart; and names devices that make a group slower.
+
+A device can cost more than it gains: its link may be slow, or it may compute so slowly that even a single block on it
+is the slowest stage. And every additional device adds travel time to each token, even if the pipeline gets faster.
+"""
 
 from __future__ import annotations
 
 import shlex
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 import msgspec
 
 from swarm.common.units import format_bytes
-from swarm.planning.device_advice import LeaveOutAdvice
+from swarm.errors import NotEnoughMemory, UsageError
 from swarm.planning.device_group import DeviceGroup, PipelinePlan, PipelineStage
-from swarm.planning.partition import can_try_all_orders
+from swarm.planning.partition import can_try_all_orders, partition
 from swarm.server.limits import MAX_MEMORY_SHARE
+
+MIN_SPEEDUP = 1.001
+"""A device is reported only if the group is faster without it by more than this factor."""
+
+
+@dataclass(frozen=True)
+class LeaveOutAdvice:
+    """The advice to leave some devices out.
+
+    Attributes:
+        names: names of the devices.
+        plan_with: the best plan that uses them.
+        plan_without: the best plan without them.
+    """
+
+    names: tuple[str, ...]
+    plan_with: PipelinePlan
+    plan_without: PipelinePlan
+
+    def __str__(self) -> str:
+        names, it = " and ".join(self.names), "it" if len(self.names) == 1 else "them"
+        rates = f"{_format_rates(self.plan_with)} with {it}, {_format_rates(self.plan_without)} without"
+        if self.plan_without.pipeline_rate < self.plan_with.pipeline_rate:
+            return f"leave out {names} if one session at a time matters most: {rates}"
+        return f"leave out {names}: {rates}"
+
+
+def _format_rates(plan: PipelinePlan) -> str:
+    return f"{plan.pipeline_rate:.3g} tokens/s ({plan.session_rate:.3g} in a single session)"
+
+
+def advise(group: DeviceGroup, best: PipelinePlan) -> list[LeaveOutAdvice]:
+    """Find devices without which the group is faster, in total or for a single session.
+
+    Args:
+        best: the group's best plan.
+    """
+    advice = [] if len(best.stages) == len(group.devices) else _advise_on_idle_devices(group, best)
+    return advice + _advise_for_single_session(group, best)
+
+
+def _advise_on_idle_devices(group: DeviceGroup, best: PipelinePlan) -> list[LeaveOutAdvice]:
+    """Compare the best plan with one that also uses the devices without blocks."""
+    names = _device_names(best)
+    idle = tuple(device.name for device in group.devices if device.name not in names)
+    with suppress(NotEnoughMemory):  # some of them cannot hold even one block
+        plan_with = partition(group, use_all_devices=True)
+        if max(best.pipeline_rate / plan_with.pipeline_rate, best.session_rate / plan_with.session_rate) > MIN_SPEEDUP:
+            return [LeaveOutAdvice(idle, plan_with, best)]
+    return []
+
+
+def _advise_for_single_session(group: DeviceGroup, best: PipelinePlan) -> list[LeaveOutAdvice]:
+    """Find the device without which a single session is fastest, if that is faster than the best plan."""
+    found: list[LeaveOutAdvice] = []
+    for index, device in enumerate(group.devices):
+        if device.name not in _device_names(best):
+            continue
+        with suppress(NotEnoughMemory):
+            without = partition(group.without(index))
+            if without.session_rate > best.session_rate * MIN_SPEEDUP:
+                names = tuple(name for name in _device_names(best) if name not in _device_names(without))
+                found.append(LeaveOutAdvice(names, best, without))
+    return [max(found, key=lambda advice: advice.plan_without.session_rate)] if found else []
+
+
+def _device_names(plan: PipelinePlan) -> tuple[str, ...]:
+    return tuple(stage.device.name for stage in plan.stages)
 
 
 @dataclass(frozen=True)
@@ -173,3 +247,43 @@ def plan_to_json(
 
 def _both_rates(plan: PipelinePlan) -> dict[str, float]:
     return {"pipeline": plan.pipeline_rate, "session": plan.session_rate}
+
+
+COMPUTING, SENDING, WAITING = "#2a6f97", "#e09f3e", "#e5e7eb"
+
+
+def plot_plan(plan: PipelinePlan, path: Path) -> None:
+    """Write a PNG with one bar per device. Raises `UsageError` without matplotlib or if `path` cannot be written."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise UsageError("--plot needs matplotlib: pip install 'swarm[plot]'") from None
+
+    labels = [f"{stage.device.name}\nblocks {stage.span}" for stage in plan.stages]
+    compute = [stage.compute * 1000 for stage in plan.stages]
+    send = [stage.send * 1000 for stage in plan.stages]
+    slowest = plan.bottleneck_seconds * 1000
+    idle = [slowest - c - s for c, s in zip(compute, send, strict=True)]
+
+    figure = Figure(figsize=(8, 1.6 + 0.55 * len(labels)), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    axes.barh(labels, compute, color=COMPUTING, label="computing")
+    axes.barh(labels, send, left=compute, color=SENDING, label="sending")
+    busy = [slowest - one for one in idle]
+    axes.barh(labels, idle, left=busy, color=WAITING, label="waiting for the slowest")
+    axes.invert_yaxis()
+    axes.set_xlabel("ms per token, with a full pipeline")
+    axes.set_title(
+        f"{plan.pipeline_rate:.3g} tokens/s with {plan.sessions} or more concurrent sessions, "
+        f"{plan.session_rate:.3g} in a single session",
+        fontsize="medium",
+    )
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.tick_params(left=False)
+    figure.legend(loc="outside lower center", ncols=3, frameon=False)
+    try:
+        figure.savefig(path, format="png", dpi=120)
+    except OSError as error:
+        raise UsageError(f"{path} cannot be written: {error.strerror}") from None

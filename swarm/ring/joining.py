@@ -1,9 +1,12 @@
-"""How a worker and a starter join the network: with an identity and a port that stay the same across restarts."""
+"""How a worker and a starter join the network, with an identity and a port that stay the same across restarts, and the
+addresses that they tell each other."""
 
 from __future__ import annotations
 
 import logging
+import re
 import socket
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,9 +14,47 @@ from swarm.common.console import addresses_of_all_interfaces
 from swarm.dht.validation import AnnouncementValidator
 from swarm.errors import AddressUnavailable
 from swarm.membership.invite import Invite
+from swarm.protocol.messages.worker import MAX_ADDRESSES
+from swarm.transport.addresses import is_loopback, sort_by_reach
 from swarm.transport.p2p import P2PConfig, Peer
 
 logger = logging.getLogger(__name__)
+
+MAX_ADDRESS_CHARACTERS = 128
+_PORT = re.compile(r"/(tcp|udp)/[0-9]+")
+
+
+def told_addresses(visible: Iterable[str], announced: Iterable[str] = ()) -> tuple[str, ...]:
+    """Where others should dial this peer, without its id: those given by hand first.
+
+    Those of loopback are left out if there are others.
+
+    Args:
+        visible: addresses of this peer, as its daemon knows them.
+        announced: given by hand.
+    """
+    own = sort_by_reach(address.partition("/p2p/")[0] for address in visible)
+    found = dict.fromkeys((*(address.partition("/p2p/")[0] for address in announced), *own))
+    usable = [address for address in found if len(address) <= MAX_ADDRESS_CHARACTERS and "/p2p-circuit" not in address]
+    outside = [address for address in usable if not is_loopback([address])]
+    return tuple((outside or usable)[:MAX_ADDRESSES])
+
+
+def with_peer_id(addresses: Iterable[str], peer_id: str) -> tuple[str, ...]:
+    """The same addresses with the id of the peer that listens there."""
+    return tuple(f"{address}/p2p/{peer_id}" for address in addresses)
+
+
+def any_port(addresses: Iterable[str]) -> tuple[str, ...]:
+    """The same addresses to listen on, with any free port."""
+    return tuple(_PORT.sub(r"/\1/0", address) for address in addresses)
+
+
+def port_of(addresses: Iterable[str]) -> int | None:
+    """The TCP port of the first address that has one."""
+    ports = (re.search(r"/tcp/([0-9]+)", address) for address in addresses)
+    return next((int(port[1]) for port in ports if port is not None), None)
+
 
 IDENTITY_FILE = "identity"
 

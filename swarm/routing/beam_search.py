@@ -4,7 +4,7 @@ Travel time depends on pairs of servers, so an exact search would look at all pa
 of them for each block of a large swarm. But only few pairs were measured. All announced links are tried. Where the
 travel time is only estimated, the servers differ little, so only the cheapest ones so far (the beam) are tried. Every
 server that holds the block keeps its best path, so staying on a server is always possible. With a beam as wide as the
-swarm the search is exact and equal to `swarm.routing.exact_reference`.
+swarm the search is exact and equal to `tests.routing.exact_reference`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Selects the announced servers that may be chained: those with the same weights, in an accepted precision.
 
-A client knows the digest of each block from the model's own source (`swarm.models.checkpoints.known_digests`), or has
-pinned it at first use. Servers have no vote, because an attacker can start any number of them. A program that only
-looks at a swarm knows no digests. So it excludes no server for its weights, but shows which ones disagree.
+A client compares revisions, and the digest of each block that it knows (`swarm.models.checkpoints.known_digests`).
+Servers have no vote, because an attacker can start any number of them. A program that only looks at a swarm knows no
+digests. So it excludes no server for its weights, but shows which ones disagree.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def compatible_servers(
     Args:
         servers: as fetched from the DHT, in any state.
         revision: the client's own revision of the model.
-        digests: that blocks must have; servers of blocks with other digests are excluded. None to compare none.
+        digests: that blocks must have, where they are known; servers of blocks with others are excluded.
         quant: the quantizations that the client accepts ("none", "int8", "int4", "nf4"); None for any. A digest is
             always that of the checkpoint, whatever the weights were quantized to.
         exact: whether the client refuses servers that compute with some neurons only.
@@ -72,12 +72,7 @@ def _wrong_weights(server: ServerInfo, digests: WeightDigests) -> str:
     """Why the server's weights are not the right ones; empty if they are."""
     for block, digest in enumerate(server.digests, server.span.start):
         expected = digests.by_block.get(block)
-        if expected is None:
-            return (
-                f"servers announce different weights of block {block}, and nothing here says which are right; give the "
-                "client a file of `swarm digest MODEL --output FILE`: NetworkOptions(digests=FILE), --digests FILE"
-            )
-        if digest != expected:
+        if expected is not None and digest != expected:
             return f"its weights of block {block} are not {digests.origin}"
     return ""
 

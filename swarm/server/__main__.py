@@ -127,7 +127,7 @@ OPTIONS_AS_GIVEN = (
     help="Where the weights of MODEL come from (docs/public-swarm.md). auto: this machine or the hub, and from servers "
     "of the swarm that share them if the hub cannot be reached.",
 )
-@console.weight_options
+@console.digests_option
 @click.option(
     "--share-weights",
     type=click.Choice(["auto", "on", "off"]),
@@ -220,7 +220,6 @@ def _server_config(options: Mapping[str, Any], peers: tuple[str, ...]) -> Server
         weights=WeightsOption(
             source=options["weights_from"],
             digests=options["digests"],
-            trust_on_first_use=options["trust_on_first_use"],
             share={"on": True, "off": False}.get(options["share_weights"]),
             share_rate=_size_option("--share-rate", options["share_rate"]),
         ),

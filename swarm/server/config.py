@@ -91,14 +91,12 @@ class WeightsOption:
         source: "auto", "hub", "peers", or a folder. auto: from peers if the model is not a folder and the hub cannot be
             reached.
         digests: file of `swarm digest --for-peers`, which says what weights from peers must be.
-        trust_on_first_use: whether to believe the peers that are met first, if there is no such file.
         share: whether other peers get weights from this server; None to leave it to the swarm.
         share_rate: bytes/s that are sent to other peers at most; None for no bound.
     """
 
     source: str = "auto"
     digests: Path | None = None
-    trust_on_first_use: bool = False
     share: bool | None = None
     share_rate: int | None = None
 

@@ -17,8 +17,7 @@ from swarm.server.config import ServerConfig
 from swarm.shared_weights.checkpoint_parts import CheckpointParts
 from swarm.shared_weights.holder import WeightsHolder
 from swarm.shared_weights.manifest import parts_of_blocks
-from swarm.shared_weights.peer_model import PeerModel
-from swarm.shared_weights.swarm_model import open_from_peers
+from swarm.shared_weights.peer_model import PeerModel, open_from_peers
 from swarm.transport.p2p import Peer
 from swarm.transport.stream import Stream
 
@@ -86,13 +85,12 @@ class WeightSource:
 async def _from_peers(options: ServerConfig, peer: Peer) -> PeerModel:
     if options.model is None:
         raise WeightsUnavailable("say which model's weights to get from peers: swarm server MODEL --weights-from peers")
-    believe = options.weights.trust_on_first_use or options.p2p.membership is not None
     return await open_from_peers(
         peer,
         options.model,
         revision=options.revision,
         digests=options.weights.digests,
-        believe_first=believe,
+        believe_first=options.p2p.membership is not None,
         cache_dir=options.cache_dir,
     )
 

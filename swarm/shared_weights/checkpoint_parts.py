@@ -177,7 +177,7 @@ class CheckpointParts:
             return
         for name in self._tensor_names[part]:
             stored = self._stored(name)
-            yield name, stored.dtype_name, stored.form.shape, stored.form.size_bytes
+            yield name, stored.dtype, stored.shape, stored.size_bytes
 
     def _sizes(self, part: str) -> list[int]:
         return [size for _, _, _, size in self._forms(part)]

@@ -1,7 +1,8 @@
 """Receives parts of a model from several peers at once, into a store.
 
 Each peer that shares parts gets a stream and a few requests at a time; whichever is quicker gets more. A chunk that did
-not come, or is not right, is asked for elsewhere. A peer that sends a wrong chunk is asked for nothing more.
+not come, or is not right, is asked for elsewhere. A peer that sends a wrong chunk is asked for nothing more. Read
+`_Fetch` first: `HolderChoice` says which peers are asked, `ChunkPipeline` for how many chunks at once.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import asyncio
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
@@ -20,16 +21,140 @@ from swarm.errors import (
     PeerTimeout,
     ProtocolViolation,
     RemoteError,
+    TooManyDownloads,
     WeightsNotShared,
     WeightsUnavailable,
 )
-from swarm.shared_weights.chunk_pipeline import MAX_WINDOW, ChunkPipeline
-from swarm.shared_weights.holder_choice import RETRY_S, STALLED_S, HolderChoice
 from swarm.shared_weights.holder_stream import HolderStream, offers
 from swarm.shared_weights.part_store import Chunk, PartStore, UnfinishedPart
 from swarm.transport.stream import Stream
 
 logger = logging.getLogger(__name__)
+
+RETRY_S = 2.0
+"""After this time a peer that failed is asked again, and others are looked for."""
+
+STALLED_S = 30.0
+"""A peer that has sent nothing that it was asked for is given up after this time if there are others, which then get
+its room and its chunks. A chunk takes 17 s on an uplink of 0.5 Mbit/s."""
+
+
+class HolderChoice:
+    """The peers that may be asked for weights, and what is known of them. All times are seconds of one clock.
+
+    Args:
+        liars: peers that have sent wrong bytes, which are not asked; those that do are added.
+    """
+
+    def __init__(self, liars: set[str]) -> None:
+        self._liars = liars
+        self._known: list[str] = []
+        self._useless: set[str] = set()
+        """Peers that share none of the parts, or none that is still missing, or not this model."""
+        self._retry_at: dict[str, float] = {}
+        self._failures: Counter[str] = Counter()
+        self._asked: set[str] = set()
+        """Peers that were asked since something came."""
+        self._reasons: dict[str, str] = {}
+
+    @property
+    def possible(self) -> list[str]:
+        """Those that have anything to give, in the order in which they were found."""
+        return [one for one in self._known if one not in self._liars and one not in self._useless]
+
+    @property
+    def told(self) -> str:
+        """Why peers gave nothing, in their words."""
+        return "; ".join(dict.fromkeys(self._reasons.values()))
+
+    def find(self, holders: Iterable[str]) -> None:
+        """Note which peers there are, best first."""
+        self._known = list(dict.fromkeys(holders))
+
+    def to_ask(self, now: float) -> list[str]:
+        """Those that can be asked now. Those that failed least come first, so that others get their turn."""
+        ready = [one for one in self.possible if self._retry_at.get(one, now) <= now]
+        return sorted(ready, key=lambda one: self._failures[one])
+
+    def note_asked(self, holder: str) -> bool:
+        """A peer is asked. Returns whether it is the first time since something came."""
+        is_first = holder not in self._asked
+        self._asked.add(holder)
+        return is_first
+
+    def note_progress(self) -> None:
+        """Something came."""
+        self._asked.clear()
+
+    def note_end(self, holder: str) -> None:
+        """A peer has given what it had."""
+        self._useless.add(holder)
+
+    def note_error(self, holder: str, error: RemoteError, now: float, is_stalled: bool = False) -> None:
+        """A peer failed, refused, or lied."""
+        self._reasons[holder] = str(error)
+        if isinstance(error, WeightsNotShared):
+            self._useless.add(holder)
+        elif isinstance(error, ProtocolViolation):
+            self._liars.add(holder)
+        else:
+            busy = RETRY_S * (2 if isinstance(error, TooManyDownloads) else 1)
+            self._retry_at[holder] = now + (STALLED_S if is_stalled else busy)
+            self._failures[holder] += 1
+
+    def stalled(self, silent_s: Mapping[str, float]) -> Sequence[str]:
+        """Of the peers that are asked now, those that are to be given up for others.
+
+        Args:
+            silent_s: for how many seconds each has not answered, though something is asked.
+        """
+        silent = [one for one, seconds in silent_s.items() if seconds > STALLED_S]
+        untried = [one for one in self.possible if one not in silent_s and one not in self._retry_at]
+        return silent if untried or len(silent) < len(silent_s) else ()
+
+
+MIN_WINDOW, MAX_WINDOW = 2, 8
+"""Chunks that are under way from one peer: those that it sends in `WINDOW_S`, within these bounds. The lower bound
+covers a round trip of 80 ms on a link of 100 Mbit/s, the upper one of 60 ms on 1 Gbit/s."""
+
+WINDOW_S = 0.5
+
+
+class ChunkPipeline:
+    """The chunks that one peer was asked for, and how many these may be. Errors are those of `HolderStream`.
+
+    Attributes:
+        asked: those that have not come, in order.
+        window: how many these may be now.
+    """
+
+    def __init__(self, stream: HolderStream) -> None:
+        self.asked: deque[Chunk] = deque()
+        self.window = MIN_WINDOW
+        self._stream = stream
+        self._received_at = time.monotonic()
+
+    async def ask(self, chunk: Chunk) -> None:
+        """Ask for a chunk, behind those that are under way."""
+        if not self.asked:
+            self._received_at = time.monotonic()
+        self.asked.append(chunk)
+        await self._stream.ask(chunk)
+
+    async def receive(self) -> tuple[Chunk, bytes | memoryview]:
+        """The chunk that was asked for first, and what came for it."""
+        data = await self._stream.receive(self.asked[0])
+        now = time.monotonic()
+        self.window = next_window(self.window, now - self._received_at)
+        self._received_at = now
+        return self.asked.popleft(), data
+
+
+def next_window(window: int, seconds: float) -> int:
+    """How many chunks may be under way after one took so long; one more or fewer than before. Pure."""
+    wanted = WINDOW_S / max(seconds, 1e-6)
+    return min(MAX_WINDOW, window + 1) if wanted > window else max(MIN_WINDOW, window - 1)
+
 
 MAX_HOLDERS = 4
 """Peers that are asked at the same time."""
@@ -53,13 +178,10 @@ class FetchProgress:
     Attributes:
         done_bytes: those that are here and right, also from an earlier attempt.
         total_bytes: of all parts whose size is known.
-        parts_done, parts: number of parts.
     """
 
     done_bytes: int
     total_bytes: int
-    parts_done: int
-    parts: int
 
 
 async def fetch_parts(
@@ -191,7 +313,7 @@ class _Fetch:
             is_liar = isinstance(error, ProtocolViolation)
             level = logging.WARNING if is_liar else logging.DEBUG
             logger.log(level, "Weights of %s are not taken from …%s: %s", self._store.model, holder[-6:], error)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001  (the caller of `run` gets it)
             self._failure = self._failure or error
         finally:
             self._downloads.pop(holder, None)
@@ -311,7 +433,7 @@ class _Fetch:
     async def _finish(self, part: str) -> None:
         try:
             await _to_end(self._unfinished[part].finish)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001  (the caller of `run` gets it)
             if isinstance(error, ProtocolViolation):  # what is trusted says so, and yet it cannot be used
                 error = WeightsUnavailable(str(error))
             self._failure = self._failure or error
@@ -326,7 +448,7 @@ class _Fetch:
     def _note_progress(self) -> None:
         self._progress_at = time.monotonic()
         self._choice.note_progress()
-        self._on_progress(FetchProgress(self._done_bytes, self._total_bytes, len(self._finished), len(self._parts)))
+        self._on_progress(FetchProgress(self._done_bytes, self._total_bytes))
 
     def _unavailable(self, why: str) -> WeightsUnavailable:
         parts = [part for part in self._parts if part not in self._finished]

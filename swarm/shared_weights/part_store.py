@@ -1,9 +1,8 @@
 """The parts of a model that were received from other peers, on disk.
 
-A store is a folder that `open_checkpoint` opens like any other (`part_folder`). A part has its own file, which appears
-there when all of it is right, and never before: until then its bytes gather in a file of another name. What has arrived
-of that file is not noted anywhere. It is found out, chunk by chunk, by the digests, so that neither a crash nor a full
-drive can make anything look right that is not.
+A store is a folder that `open_checkpoint` opens like any other (`part_folder`). A part gets its file name when all of
+it has been verified. Until then its chunks are written to an unfinished file. Which of them have arrived is not
+recorded: each is compared with its digest again, so neither a crash nor a full drive can make a wrong part look right.
 """
 
 from __future__ import annotations
@@ -147,7 +146,7 @@ class PartStore:
         return self.folder / file_name(part) if part != FILES else self.folder
 
     def unfinished_path(self, part: str) -> Path:
-        """Where the bytes of a part gather."""
+        """The file of a part that is being received."""
         return self.folder / f".{part}.unfinished"
 
     def put_files(self, data: Mapping[str, bytes]) -> None:

@@ -1,9 +1,11 @@
-"""A model of which this machine has nothing but what peers send it."""
+"""A model of which this machine has nothing but what peers send it: who shares it, what is believed, and its files."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import random
+import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,15 +14,72 @@ from huggingface_hub.errors import EntryNotFoundError
 
 from swarm.common import console
 from swarm.common.units import format_bytes
-from swarm.errors import ProtocolViolation, RemoteError, WeightsUnavailable
+from swarm.data_structures import ModelInfo, ServerInfo, ServerState
+from swarm.dht.directory import fetch_models, fetch_servers
+from swarm.errors import DhtError, ProtocolViolation, RemoteError, WeightsUnavailable
 from swarm.models.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from swarm.shared_weights.fetcher import FetchProgress, FindHolders, OpenStream, fetch_parts
 from swarm.shared_weights.holder_stream import HolderStream, offers
 from swarm.shared_weights.manifest import FILES, all_parts
 from swarm.shared_weights.part_store import PartStore, default_root, file_name
-from swarm.shared_weights.trust import TrustedParts, agree
+from swarm.shared_weights.trust import TrustedParts, agree, pinned_path, trusted_at_first_use, trusted_by_file
+from swarm.transport.p2p import Peer
 
 logger = logging.getLogger(__name__)
+
+REFRESH_S = 10.0
+"""How long an answer of the DHT is used."""
+
+
+class SharersOfModel:
+    """Looks for servers that share the weights of one model.
+
+    Args:
+        peer: this peer.
+        model: its name in the swarm.
+        blocks: number of its blocks.
+    """
+
+    def __init__(self, peer: Peer, model: str, blocks: int) -> None:
+        self._peer, self._model, self._blocks = peer, model, blocks
+        self._found: list[str] = []
+        self._found_at = float("-inf")
+
+    async def find(self) -> Sequence[str]:
+        """Their peer ids, in an order that spreads those who ask. If the DHT does not answer, those known before."""
+        if not self._found or time.monotonic() - self._found_at >= REFRESH_S:
+            try:
+                servers = await fetch_servers(self._peer.dht, self._model, self._blocks)
+            except DhtError:
+                return self._found
+            self._found = sharers(servers, self._peer.peer_id, random.Random())
+            self._found_at = time.monotonic()
+        return self._found
+
+
+def sharers(servers: Sequence[ServerInfo], own_id: str, chance: random.Random) -> list[str]:
+    """The servers that share weights, but for this peer, shuffled. Pure."""
+    found = [
+        one.peer_id
+        for one in servers
+        if one.shares_weights and one.peer_id != own_id and one.state is not ServerState.OFFLINE
+    ]
+    chance.shuffle(found)
+    return found
+
+
+async def find_model(peer: Peer, name: str) -> ModelInfo:
+    """What the swarm says of a model. Raises `WeightsUnavailable` if no peer serves it, or `DhtError`."""
+    models = await fetch_models(peer.dht)
+    found = next((one for one in models if one.name == name), None)
+    if found is None:
+        there = ", ".join(one.name for one in models[:5])
+        raise WeightsUnavailable(
+            f"no server of this swarm serves {name}, so its weights cannot be had from peers"
+            + (f". It serves {there}: give one of these names" if there else "")
+        )
+    return found
+
 
 LearnDigests = Callable[[], Awaitable[TrustedParts]]
 
@@ -155,3 +214,49 @@ def _is_in(loop: asyncio.AbstractEventLoop) -> bool:
         return asyncio.get_running_loop() is loop
     except RuntimeError:
         return False
+
+
+async def open_from_peers(
+    peer: Peer,
+    model: str,
+    *,
+    revision: str | None = None,
+    digests: str | Path | None = None,
+    believe_first: bool = False,
+    cache_dir: Path | None = None,
+) -> PeerModel:
+    """A model whose files and weights come from servers of the swarm.
+
+    Args:
+        peer: this peer, which has joined the swarm.
+        model: its name in the swarm.
+        revision: None for the one that servers have.
+        digests: file of `swarm digest --for-peers`, which says what the weights must be.
+        believe_first: whether to believe what all servers that are met say, if there is no such file.
+        cache_dir: where weights are kept; None for this user's cache.
+
+    Raises:
+        WeightsUnavailable: no server shares the model, or nothing says what its weights must be.
+        UnknownWeights: servers disagree about them.
+        DigestFileError: the file cannot be used.
+        NotEnoughSpace, ModelNotFound, CheckpointError, UnsupportedModel: what was received cannot be kept or used.
+        DhtError: the DHT did not answer.
+    """
+    trusted = None
+    if digests is not None:
+        trusted = await asyncio.to_thread(trusted_by_file, model, Path(digests), revision)
+    elif not believe_first:
+        raise WeightsUnavailable(
+            f"nothing says what the weights of {model} must be, so they are taken from no peer: give a file of "
+            "`swarm digest MODEL --for-peers --output FILE`, made where all weights are: --digests FILE"
+        )
+    there = await find_model(peer, model)
+    sharers = SharersOfModel(peer, model, there.blocks)
+
+    async def learn() -> TrustedParts:
+        if trusted is not None:
+            return trusted
+        path = pinned_path(model, revision)
+        return await trusted_at_first_use(model, revision, peer.open_weights_stream, sharers.find, path)
+
+    return await PeerModel.open(model, learn, peer.open_weights_stream, sharers.find, cache_dir)

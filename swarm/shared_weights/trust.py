@@ -16,7 +16,7 @@ from pathlib import Path
 
 from swarm.common.files.folders import cache_folder
 from swarm.errors import DigestFileError, RemoteError, UnknownWeights, WeightsUnavailable
-from swarm.models.checkpoints.digest_file import encode_digest_file, read_digest_file, write_digest_file
+from swarm.models.checkpoints.known_digests import encode_digest_file, read_digest_file, write_digest_file
 from swarm.shared_weights.fetcher import MAX_HOLDERS, FindHolders, OpenStream
 from swarm.shared_weights.holder_stream import HolderStream
 

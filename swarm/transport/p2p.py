@@ -26,9 +26,9 @@ from swarm.errors import (
     PeerUnreachable,
     ProtocolViolation,
 )
+from swarm.membership.certificates import Revocations
 from swarm.membership.invite import Invite
 from swarm.membership.membership import Membership
-from swarm.membership.revocations import Revocations
 from swarm.protocol.messages import WEIGHTS_PROTOCOL_ID, WORKER_PROTOCOL_ID
 from swarm.transport import addresses
 from swarm.transport.daemon import DaemonOptions, start_daemon

@@ -22,9 +22,9 @@ from swarm.models.checkpoints.checkpoint import open_checkpoint
 from swarm.models.execution.span_model import SpanModel
 from swarm.models.loading.span_loading import load_span
 from swarm.protocol import messages
-from swarm.transport.memory import MemoryNetwork
 from tests import virtual_time, zoo
 from tests.client.chains import BLOCKS, Conversation, Swarm
+from tests.memory_hub import MemoryNetwork
 from tests.server.conversations import OPEN, STEP, Client, Server, bytes_of, changed, make_model, on_virtual_time
 
 THREE = {"a": (0, 2), "b": (2, 4), "c": (4, 6)}

@@ -18,7 +18,7 @@ OPTIONS = {
         "--announce-maddrs", "--relay", "--identity-path", "--device", "--dtype", "--quant", "--flash", "--flash-io",
         "--flash-exact", "--exits", "--exits-from", "--throughput", "--name", "--cache-tokens", "--cache-dir",
         "--update-period", "--adapters", "--adapter-memory", "--request-memory", "--new-peer-share",
-        "--compile", "--threads", "--stay", "--metrics", "--weights-from", "--digests", "--trust-on-first-use",
+        "--compile", "--threads", "--stay", "--metrics", "--weights-from", "--digests",
         "--share-weights", "--share-rate",
         "--log-format", "--help",
     },
@@ -28,7 +28,7 @@ OPTIONS = {
     },
     "chat": {
         "model", "--initial-peers", "--membership", "--url", "--key", "--exact", "--system", "--temperature",
-        "--max-tokens", "--seed", "--early-exit", "--digests", "--trust-on-first-use", "--weights-from", "--help",
+        "--max-tokens", "--seed", "--early-exit", "--digests", "--weights-from", "--help",
     },
     "doctor": {
         "model", "--initial-peers", "--membership", "--device", "--host-maddrs", "--cache-dir", "--json", "--help",
@@ -40,7 +40,7 @@ OPTIONS = {
     "gateway": {
         "models", "--initial-peers", "--membership", "--host", "--port", "--keys", "--open", "--host-name",
         "--concurrent", "--queue", "--max-request", "--default-max-tokens", "--cors", "--monitor", "--public-status",
-        "--wire", "--wait-for-blocks", "--exact", "--digests", "--trust-on-first-use", "--weights-from", "--early-exit",
+        "--wire", "--wait-for-blocks", "--exact", "--digests", "--weights-from", "--early-exit",
         "--exit-confidence", "--exits-from", "--approximate-exits", "--cache-dir", "--threads",
         "--log-format", "--help",
     },
@@ -59,7 +59,6 @@ OPTIONS = {
         "models", "--initial-peers", "--membership", "--host", "--port", "--period", "--history", "--log-format",
         "--help",
     },
-    "simulate": {"scenario", "--list", "--plot", "--json", "--seed", "--help"},
     "members": {"--help"},
     "keys": {"--help"},
     "digest": {"model", "--revision", "--for-peers", "--output", "--cache-dir", "--help"},

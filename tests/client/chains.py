@@ -27,9 +27,9 @@ from swarm.routing.router import Alternative, Router
 from swarm.server.compute.engine import Engine
 from swarm.server.sessions.handler import MessageHandler
 from swarm.server.sessions.session_table import SessionTable
-from swarm.transport.memory import MemoryHub, MemoryNetwork
 from swarm.transport.stream import Stream, StreamHandler
 from tests.infos import server_info
+from tests.memory_hub import MemoryHub, MemoryNetwork
 from tests.virtual_time import InlineRuntime
 
 CLIENT, REVISION = "client", "main"

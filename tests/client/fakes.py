@@ -17,10 +17,10 @@ from swarm.errors import PeerLost
 from swarm.protocol import messages
 from swarm.protocol.input_checksum import input_checksum
 from swarm.routing.router import Alternative
-from swarm.transport.memory import MemoryHub, MemoryNetwork
 from swarm.transport.stream import Stream
 from tests import virtual_time
 from tests.infos import server_info
+from tests.memory_hub import MemoryHub, MemoryNetwork
 
 HIDDEN = 4
 LAYOUT = StepLayout((0, 0), (2, 1))

@@ -18,7 +18,7 @@ from swarm.errors import InvalidSpan, MissingBlocks
 from swarm.models.execution.session_cache import SessionCache
 from swarm.models.execution.span_model import SpanModel
 from tests.infos import server_info
-from tests.swarms import TestSwarm, run_client, run_swarm
+from tests.swarms import TestSwarm, run_client, run_swarm, write_digests
 from tests.zoo import PROMPTS, make_checkpoint
 
 PAD = 0
@@ -104,7 +104,6 @@ def test_steps_that_fail_behind_and_come_again(span_model: SpanModel, fails: int
         torch.testing.assert_close(session.compute(hidden_RTH, None, layout), right, rtol=1e-4, atol=1e-4)
         session.confirm()
     assert session.timing is not None
-    assert session.timing.overhead == 0
 
 
 @pytest.fixture(scope="module")
@@ -227,11 +226,12 @@ def test_a_failure_behind_leaves_both_parts_in_step(folder: Path, local: Any) ->
 
 def test_only_the_weights_of_these_blocks_are_read(tmp_path: Path) -> None:
     folder = make_checkpoint("llama", tmp_path, max_shard_size="20KB")
+    digests = write_digests(folder, tmp_path / "digests.json")
     with run_swarm(folder, ("3:6",)) as swarm:
         for block in (3, 4, 5):
             for file in _files_of_block_alone(folder, block):
                 file.unlink()
-        with run_client(swarm, local_blocks="0:3", trust_on_first_use=True) as model:
+        with run_client(swarm, local_blocks="0:3", digests=digests) as model:
             assert model.generate(torch.tensor([PROMPTS[0]]), max_new_tokens=3).shape == (1, len(PROMPTS[0]) + 3)
             assert not any(".layers." in name for name, _ in model.named_parameters())
 

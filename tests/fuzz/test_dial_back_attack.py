@@ -9,12 +9,12 @@ import pytest
 
 from swarm.errors import RemoteError
 from swarm.protocol import messages
-from swarm.transport.memory import stream_pair
 from swarm.transport.reach.dial_back import DialBack
 from tests import virtual_time
 from tests.fuzz.campaign import batch_random
 from tests.fuzz.dial_back_attack import HOST, hostile_frame, judged
 from tests.fuzz.kinds import Violation
+from tests.memory_hub import stream_pair
 
 PORT = 5000
 PEERS = ["QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"]

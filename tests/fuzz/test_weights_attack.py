@@ -12,11 +12,11 @@ from swarm.models.checkpoints.checkpoint import open_checkpoint
 from swarm.protocol import messages
 from swarm.shared_weights.checkpoint_parts import CheckpointParts
 from swarm.shared_weights.holder import WeightsHolder
-from swarm.transport.memory import stream_pair
 from tests import virtual_time
 from tests.fuzz.campaign import batch_random
 from tests.fuzz.kinds import Violation
 from tests.fuzz.weights_attack import MAX_ANSWER_BYTES, conversation, judged
+from tests.memory_hub import stream_pair
 
 
 def test_a_holder_answers_it_without_an_error_of_others():

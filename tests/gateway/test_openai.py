@@ -17,7 +17,7 @@ from langchain_openai import ChatOpenAI
 
 from swarm import NetworkOptions
 from swarm.models.checkpoints.checkpoint import DEMO_FOLDER
-from swarm.models.checkpoints.whole_model import load_local_model
+from swarm.models.checkpoints.partial_loading import load_local_model
 from swarm.models.tokenizers.tokenizer import load_tokenizer
 from tests.gateways import GatewayProcess, metric_at, run_gateway
 from tests.swarms import TestSwarm, run_swarm

@@ -14,7 +14,7 @@ import httpx
 import pytest
 import torch
 
-from swarm.models.checkpoints.whole_model import load_local_model
+from swarm.models.checkpoints.partial_loading import load_local_model
 from swarm.models.tokenizers.tokenizer import load_tokenizer
 from tests.gateways import run_gateway
 from tests.scripted import END, make_scripted

@@ -10,9 +10,8 @@ import pytest
 from swarm.errors import MembershipError, MembershipRevoked
 from swarm.membership import authority as module
 from swarm.membership.authority import DAY_S, create_authority, invite_member, read_authority, revoke_member
+from swarm.membership.certificates import Revocations, open_revocations, public_bytes
 from swarm.membership.membership import Membership
-from swarm.membership.revocations import Revocations, open_revocations
-from swarm.membership.signatures import public_bytes
 
 NOW = 1_700_000_000.0
 
@@ -145,17 +144,17 @@ def test_two_processes_lose_no_invite(path):
     assert {one.name for one in read_authority(path).invitations} == {f"m{number}" for number in range(12)}
 
 
-@pytest.mark.parametrize("name", ["", "anna b", "a" * 65, "анна", "x\n"])
-def test_names_are_plain_words(path, name):
-    with pytest.raises(MembershipError, match="not a valid name"):
-        invite_member(path, name, 30, NOW)
+def test_names_are_plain_words(path):
+    for name in ["", "anna b", "a" * 65, "анна", "x\n"]:
+        with pytest.raises(MembershipError, match="not a valid name"):
+            invite_member(path, name, 30, NOW)
 
 
-@pytest.mark.parametrize("content", [b"", b"{}", b'{"private_key": "AAAA"}', b"\xff", b'{"private_key": 5}'])
-def test_a_file_that_is_none_is_named(path, content):
-    path.write_bytes(content)
-    with pytest.raises(MembershipError, match=r"members\.json is not the file of an authority"):
-        read_authority(path)
+def test_a_file_that_is_none_is_named(path):
+    for content in [b"", b"{}", b'{"private_key": "AAAA"}', b"\xff", b'{"private_key": 5}']:
+        path.write_bytes(content)
+        with pytest.raises(MembershipError, match=r"members\.json is not the file of an authority"):
+            read_authority(path)
 
 
 def test_a_file_that_others_can_read_is_refused(path):

@@ -75,11 +75,9 @@ def test_part_of_an_invite_is_not_repeated():
     assert LINE[60:80] not in str(found.value)
 
 
-@pytest.mark.parametrize(
-    "content", [b"", b"nonsense", b"\xff\xfe", b"x" * 100_000], ids=["empty", "text", "bytes", "long"]
-)
-def test_a_file_without_an_invite_is_named(tmp_path, content):
-    path = tmp_path / "a.invite"
-    path.write_bytes(content)
-    with pytest.raises(MembershipError, match=r"a\.invite"):
-        read_invite(path)
+def test_a_file_without_an_invite_is_named(tmp_path):
+    for content in [b"", b"nonsense", b"\xff\xfe", b"x" * 100_000]:
+        path = tmp_path / "a.invite"
+        path.write_bytes(content)
+        with pytest.raises(MembershipError, match=r"a\.invite"):
+            read_invite(path)

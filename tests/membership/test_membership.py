@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from swarm.errors import MembershipExpired, MembershipNotProven, MembershipRevoked, ProtocolViolation, UnknownAuthority
 from swarm.membership import membership as module
+from swarm.membership.certificates import Purpose
 from swarm.membership.membership import Membership, Statement
-from swarm.membership.signatures import Purpose
 from tests.members import TestAuthority
 
 AUTHORITY = TestAuthority()

@@ -5,12 +5,25 @@ from __future__ import annotations
 import dataclasses
 import json
 import shlex
+import sys
+from pathlib import Path
 
-from swarm.planning.device_advice import advise
+import pytest
+from hypothesis import given, settings
+
+from swarm.errors import NotEnoughMemory, UsageError
 from swarm.planning.device_group import DeviceGroup, PlannedDevice, PlannedDrive
 from swarm.planning.partition import partition
-from swarm.planning.plan_report import StartOptions, format_commands, format_plan, plan_to_json, server_commands
-from tests.planning.groups import group_of
+from swarm.planning.plan_report import (
+    StartOptions,
+    advise,
+    format_commands,
+    format_plan,
+    plan_to_json,
+    plot_plan,
+    server_commands,
+)
+from tests.planning.groups import all_plans, group_of, groups
 
 ADDRESSES = ("/ip4/1.2.3.4/tcp/1/p2p/Qm", "/ip4/5.6.7.8/tcp/1/p2p/Qn")
 
@@ -102,3 +115,88 @@ def test_json() -> None:
     assert content["leave_out"][0]["devices"] == ["c"]
     assert content["leave_out"][0]["with"]["pipeline"] == 0.1
     assert content["leave_out"][0]["without"]["pipeline"] == 0.5
+
+
+def test_equal_devices_near_each_other_are_all_welcome() -> None:
+    group = group_of([1.0, 1.0], 8)
+    assert advise(group, partition(group)) == []
+
+
+def test_a_device_that_slows_the_pipeline_down() -> None:
+    group = group_of([10.0, 10.0, 0.1], 10)
+    (advice,) = advise(group, partition(group))
+    assert advice.names == ("c",)
+    assert str(advice) == (
+        "leave out c: 0.1 tokens/s (0.0917 in a single session) with it, 2 tokens/s (1 in a single session) without"
+    )
+
+
+def test_a_device_that_only_slows_a_single_session_down() -> None:
+    group = group_of([4.0, 2.0], 6, latency=1.0)
+    best = partition(group)
+    assert len(best.stages) == 2
+    (advice,) = advise(group, best)
+    assert advice.names == ("b",)
+    assert advice.plan_without.session_rate > best.session_rate
+    assert advice.plan_without.pipeline_rate < best.pipeline_rate
+    assert str(advice).startswith("leave out b if one session at a time matters most: ")
+
+
+def test_a_device_that_is_needed_for_its_memory_stays() -> None:
+    group = group_of([10.0, 0.1], 10, memory=[10, 10])
+    assert advise(group, partition(group)) == []
+
+
+def test_a_device_that_can_hold_nothing_needs_no_warning() -> None:
+    group = group_of([1.0, 1.0], 4, memory=[100, 0])
+    assert advise(group, partition(group)) == []
+
+
+@given(groups())
+@settings(deadline=None, max_examples=100)
+def test_following_the_advice_helps(group: DeviceGroup) -> None:
+    try:
+        best = partition(group)
+    except NotEnoughMemory:
+        return
+    for advice in advise(group, best):
+        assert not {stage.device.name for stage in advice.plan_without.stages} & set(advice.names)
+        assert {stage.device.name for stage in advice.plan_with.stages} >= set(advice.names)
+        assert (
+            advice.plan_without.pipeline_rate > advice.plan_with.pipeline_rate
+            or advice.plan_without.session_rate > advice.plan_with.session_rate
+        )
+        assert advice.plan_without in all_plans(group)
+        assert advice.plan_with in all_plans(group)
+
+
+@given(groups())
+@settings(deadline=None, max_examples=100)
+def test_devices_that_would_slow_the_group_down_are_named(group: DeviceGroup) -> None:
+    forced = list(all_plans(group, use_all_devices=True))
+    if not forced:
+        return
+    best = partition(group)
+    fastest = max(plan.pipeline_rate for plan in forced)
+    named = {name for advice in advise(group, best) for name in advice.names}
+    if fastest < best.pipeline_rate:
+        assert named >= {device.name for device in group.devices} - {stage.device.name for stage in best.stages}
+
+
+PLAN = partition(group_of([3.0, 1.0], 8, send=0.1))
+
+
+def test_a_png_is_written(tmp_path: Path) -> None:
+    plot_plan(PLAN, tmp_path / "plan")
+    assert (tmp_path / "plan").read_bytes().startswith(b"\x89PNG")
+
+
+def test_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(UsageError, match=r"pip install 'swarm\[plot\]'"):
+        plot_plan(PLAN, tmp_path / "plan.png")
+
+
+def test_where_nothing_can_be_written(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="cannot be written: No such file"):
+        plot_plan(PLAN, tmp_path / "absent" / "plan.png")

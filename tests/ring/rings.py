@@ -17,7 +17,7 @@ from swarm.ring.starter.ring_plan import RingDevice
 from swarm.ring.starter.worker_link import WorkerLink
 from swarm.ring.worker.life import WorkerLife
 from swarm.ring.worker.memory import WorkerMemory
-from swarm.transport.memory import MemoryHub, MemoryNetwork
+from tests.memory_hub import MemoryHub, MemoryNetwork
 
 STARTER = "QmStarter"
 BLOCKS = 12

@@ -17,7 +17,7 @@ import swarm
 from swarm.cli.local_swarm import LOOPBACK, PeerProcess
 from swarm.common.processes.python_process import module_command
 from swarm.errors import NotEnoughMemory, PairedWithAnother, PartitionError
-from swarm.ring.starter.unpairing import unpair
+from swarm.ring.starter.handle import unpair
 from tests.ring.processes import WorkerProcess, know_speed
 from tests.waiting import wait_until
 from tests.zoo import VOCABULARY, make_checkpoint

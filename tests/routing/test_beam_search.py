@@ -12,9 +12,9 @@ from swarm.data_structures import Span
 from swarm.errors import MissingBlocks
 from swarm.routing.beam_search import find_route
 from swarm.routing.cost_model import RouteRequirements, route_seconds
-from swarm.routing.exact_reference import shortest_path
 from swarm.routing.swarm_snapshot import SwarmSnapshot
 from tests.infos import server_info
+from tests.routing.exact_reference import shortest_path
 from tests.routing.swarms import assert_covers, demands, missing_blocks, snapshots, spans
 
 

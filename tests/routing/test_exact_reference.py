@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from swarm.data_structures import Hop, Route, Span
 from swarm.errors import MissingBlocks
 from swarm.routing.cost_model import RouteRequirements
-from swarm.routing.exact_reference import shortest_path
 from swarm.routing.swarm_snapshot import SwarmSnapshot
 from tests.infos import server_info
+from tests.routing.exact_reference import shortest_path
 from tests.routing.swarms import assert_covers, demands, missing_blocks, plain_seconds, snapshots, spans
 
 

@@ -27,8 +27,8 @@ from swarm.server.sessions.handler import MessageHandler
 from swarm.server.sessions.request_validation import RequestLimits
 from swarm.server.sessions.session import Session
 from swarm.server.sessions.session_table import SessionTable
-from swarm.transport.memory import MemoryHub, MemoryNetwork
 from tests import virtual_time, zoo
+from tests.memory_hub import MemoryHub, MemoryNetwork
 from tests.virtual_time import InlineRuntime
 
 HIDDEN, SPAN, REVISION = 32, Span(1, 4), "main"

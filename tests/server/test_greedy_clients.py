@@ -17,7 +17,7 @@ from swarm.protocol.compression import encode_tensor
 from swarm.server.sessions.pushing.push_link import MIN_BYTES_PER_S, PUSH_TIMEOUT_S
 from swarm.server.sessions.request_validation import RequestLimits
 from swarm.server.sessions.session_table import EXPIRY_PERIOD_S, RECONNECT_TIMEOUT_S
-from swarm.transport import memory
+from tests import memory_hub
 from tests.server.conversations import (
     OPEN,
     STEP,
@@ -257,7 +257,7 @@ def test_a_line_of_waiting_clients_is_no_way_around_the_limits(model):
 @pytest.fixture
 def small_window(monkeypatch) -> int:
     """Bytes that a client which reads nothing may be owed before whoever writes has to wait."""
-    monkeypatch.setattr(memory, "MAX_UNREAD_BYTES", 1000)
+    monkeypatch.setattr(memory_hub, "MAX_UNREAD_BYTES", 1000)
     return 1000
 
 

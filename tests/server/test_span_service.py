@@ -39,8 +39,8 @@ from swarm.server.resolved_config import ResolvedConfig
 from swarm.server.sessions.session import SessionTerms
 from swarm.server.span_service import SpanService
 from swarm.server.throughput.throughput_option import ThroughputOption
-from swarm.transport.memory import MemoryHub, MemoryNetwork
 from tests import zoo
+from tests.memory_hub import MemoryHub, MemoryNetwork
 
 HIDDEN, SPAN = 32, Span(1, 4)
 

@@ -15,8 +15,8 @@ from swarm.server.__main__ import main as command
 from swarm.server.config import BlocksOption, ServerConfig, WeightsOption
 from swarm.server.throughput.throughput_option import ThroughputOption
 from swarm.server.weight_source import WeightSharing, WeightSource
-from swarm.transport.memory import stream_pair
 from swarm.transport.p2p import P2PConfig
+from tests.memory_hub import stream_pair
 from tests.shared_weights.peers import BLOCKS, NAME, make_checkpoint
 
 SOMEWHERE = "/ip4/127.0.0.1/tcp/9/p2p/QmNLei78zWmzUdbeRB3CiUfAizWUrbeeZh5K1rhAQKCh51"
@@ -106,7 +106,7 @@ def test_what_peers_say_is_told_with_what_the_hub_said(monkeypatch):
     ("arguments", "expected"),
     [
         ((), WeightsOption()),
-        (("--weights-from", "peers", "--trust-on-first-use"), WeightsOption("peers", trust_on_first_use=True)),
+        (("--weights-from", "peers", "--digests", "FILE"), WeightsOption("peers", Path("FILE"))),
         (("--digests", "a.json", "--share-weights", "off"), WeightsOption(digests=Path("a.json"), share=False)),
         (("--share-weights", "on", "--share-rate", "10MB"), WeightsOption(share=True, share_rate=10_000_000)),
         (("--weights-from", "./peers"), WeightsOption("./peers")),

@@ -124,6 +124,23 @@ def dying(after: int) -> Answer:
     return answer
 
 
+def ending(after: int, hangs: bool) -> Answer:
+    """The end of the stream, or silence, after so many right answers."""
+    count = 0
+
+    async def answer(stream: Stream, request: Any, right: bytes) -> None:
+        nonlocal count
+        count += 1
+        if count <= after:
+            await stream.send(messages.PartData(), right)
+        elif hangs:
+            await stream.discard_incoming()
+        else:
+            raise PeerLost("the holder has closed the stream")
+
+    return answer
+
+
 async def silent(stream: Stream, request: Any, right: bytes) -> None:
     """Nothing, and the stream stays open."""
     await stream.discard_incoming()

@@ -16,8 +16,8 @@ from swarm.shared_weights.checkpoint_parts import CheckpointParts
 from swarm.shared_weights.fetcher import FetchProgress, fetch_parts
 from swarm.shared_weights.holder import WeightsHolder
 from swarm.shared_weights.part_store import PartStore
-from swarm.transport.memory import MemoryHub
 from swarm.transport.stream import Stream
+from tests.memory_hub import MemoryHub
 
 BLOCKS = 3
 NAME = "some/model"

@@ -1,17 +1,20 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from swarm.errors import CheckpointError, RemoteError, WeightsNotReady, WeightsNotShared
 from swarm.protocol import messages
 from swarm.shared_weights.checkpoint_parts import CheckpointParts
-from swarm.shared_weights.holder import WeightsHolder
+from swarm.shared_weights.holder import BUSY_BYTES_PER_S, UploadPace, WeightsHolder
 from swarm.shared_weights.holder_stream import HolderStream
-from swarm.shared_weights.manifest import MAX_MANIFEST_BYTES, all_parts
-from swarm.transport.memory import MemoryHub
+from swarm.shared_weights.manifest import CHUNK_BYTES, MAX_MANIFEST_BYTES, all_parts
 from tests import virtual_time
+from tests.memory_hub import MemoryHub
 from tests.shared_weights.peers import BLOCKS, NAME, make_checkpoint
 
 MAX_ANSWER_BYTES = MAX_MANIFEST_BYTES
@@ -66,15 +69,14 @@ def test_it_says_what_it_has(parts, checkpoint):
     assert said_by(prepared(parts), messages.FindParts(NAME, checkpoint.revision)) == [found]
 
 
-@pytest.mark.parametrize("first", [messages.FindParts("other", ""), messages.FindParts(NAME, "other")])
-def test_other_models_and_revisions_are_not_shared(parts, first):
-    (answer,) = said_by(prepared(parts), first, messages.GetManifest("0"))
-    assert answer.code == "weights_not_shared"
+def test_other_models_and_revisions_are_not_shared(parts):
+    for first in [messages.FindParts("other", ""), messages.FindParts(NAME, "other")]:
+        (answer,) = said_by(prepared(parts), first, messages.GetManifest("0"))
+        assert answer.code == "weights_not_shared"
 
 
-@pytest.mark.parametrize(
-    ("request_", "code"),
-    [
+def test_what_is_refused_ends_the_stream(parts):
+    for request_, code in [
         (messages.GetManifest(str(BLOCKS)), "weights_not_shared"),
         (messages.GetChunk("9999", 0, 0), "weights_not_shared"),
         (messages.GetChunkDigests("0", 9), "request_refused"),
@@ -86,18 +88,16 @@ def test_other_models_and_revisions_are_not_shared(parts, first):
         (messages.PartsFound("main", 1, {}), "protocol_violation"),
         (messages.PartData(), "protocol_violation"),
         (messages.InfoRequest(), "protocol_violation"),
-    ],
-)
-def test_what_is_refused_ends_the_stream(parts, request_, code):
-    answers = said_by(prepared(parts), FIND, messages.GetManifest("0"), request_, messages.GetManifest("0"))
-    assert [type(one) for one in answers] == [messages.PartsFound, messages.PartData, messages.Refusal]
-    assert answers[-1].code == code
+    ]:
+        answers = said_by(prepared(parts), FIND, messages.GetManifest("0"), request_, messages.GetManifest("0"))
+        assert [type(one) for one in answers] == [messages.PartsFound, messages.PartData, messages.Refusal]
+        assert answers[-1].code == code
 
 
-@pytest.mark.parametrize("first", [messages.GetManifest("0"), messages.GetChunk("0", 0, 0), messages.PartData()])
-def test_it_is_asked_first_which_parts_there_are(parts, first):
-    (answer,) = said_by(prepared(parts), first, FIND)
-    assert answer.code == "protocol_violation"
+def test_it_is_asked_first_which_parts_there_are(parts):
+    for first in [messages.GetManifest("0"), messages.GetChunk("0", 0, 0), messages.PartData()]:
+        (answer,) = said_by(prepared(parts), first, FIND)
+        assert answer.code == "protocol_violation"
 
 
 def test_a_request_has_no_payload(parts):
@@ -182,3 +182,62 @@ def test_a_model_that_is_not_asked_for_by_its_name_is_not_found(parts):
         await hub.close()
 
     virtual_time.run(scenario)
+
+
+sizes = st.lists(st.integers(0, 4 * CHUNK_BYTES), min_size=1, max_size=20)
+rates = st.none() | st.floats(1e3, 1e9)
+
+
+def seconds(sizes: list[int], bytes_per_s: float | None, is_busy: bool, at_once: bool = False) -> list[float]:
+    """When each of these may be sent, one after the other or all asked for at once."""
+    ends: list[float] = []
+
+    async def scenario() -> None:
+        pace = UploadPace(time.monotonic, bytes_per_s, lambda: is_busy)
+
+        async def send(size: int) -> None:
+            await pace.wait(size)
+            ends.append(time.monotonic())
+
+        if at_once:
+            await asyncio.gather(*map(send, sizes))
+        else:
+            for size in sizes:
+                await send(size)
+
+    virtual_time.run(scenario, limit=1e9)
+    return ends
+
+
+@given(sizes)
+def test_without_a_bound_nothing_waits(sizes):
+    assert seconds(sizes, None, is_busy=False) == [0.0] * len(sizes)
+
+
+@given(sizes, rates, st.booleans(), st.booleans())
+def test_no_more_is_sent_than_the_bounds_allow_and_no_less(sizes, rate, is_busy, at_once):
+    """A chunk is free, and then all together are sent at the rate of whichever bound is lower."""
+    bounds = [one for one in (rate, BUSY_BYTES_PER_S if is_busy else None) if one is not None]
+    ends = sorted(seconds(sizes, rate, is_busy, at_once))
+    if bounds:
+        expected = max(0.0, sum(sizes) - CHUNK_BYTES) / min(bounds)
+        assert ends[-1] == pytest.approx(expected, rel=1e-6, abs=1e-6)
+    else:
+        assert ends[-1] == 0.0
+
+
+def test_clients_that_come_slow_it_down_and_those_that_leave_do_not():
+    busy, ends = False, []
+
+    async def scenario() -> None:
+        nonlocal busy
+        pace = UploadPace(time.monotonic, None, lambda: busy)
+        for are_there in (False, True, False):
+            busy = are_there
+            began = time.monotonic()
+            for _ in range(9):
+                await pace.wait(CHUNK_BYTES)
+            ends.append(time.monotonic() - began)
+
+    virtual_time.run(scenario)
+    assert ends == [0.0, pytest.approx(8 * CHUNK_BYTES / BUSY_BYTES_PER_S), 0.0]

@@ -9,16 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from swarm.errors import PeerLost, TooManyDownloads, WeightsNotShared
+from swarm.errors import PeerLost, TooManyDownloads
 from swarm.protocol import messages
 from swarm.shared_weights import holder as holder_module
 from swarm.shared_weights.checkpoint_parts import CheckpointParts
 from swarm.shared_weights.holder import IDLE_TIMEOUT_S, MAX_PEER_STREAMS, MAX_STREAMS, WeightsHolder
 from swarm.shared_weights.holder_stream import HolderStream
-from swarm.shared_weights.manifest import CHUNK_BYTES, all_parts
-from swarm.transport.memory import MemoryHub
+from swarm.shared_weights.manifest import CHUNK_BYTES
 from tests import virtual_time
-from tests.shared_weights.peers import BLOCKS, NAME, make_checkpoint, run
+from tests.memory_hub import MemoryHub
+from tests.shared_weights.peers import NAME, make_checkpoint, run
 from tests.shared_weights.processes import open_stream, serving
 
 REQUESTS = 500
@@ -165,25 +165,6 @@ def test_whoever_asks_for_everything_and_reads_nothing_takes_a_chunk_of_memory_a
     assert MAX_PEER_STREAMS <= reads.count <= MAX_PEER_STREAMS * 4
 
 
-def test_many_requests_at_once_are_answered_in_order(large, socket):
-    """As those that read behave, all is right."""
-    expected = [large.read("0", item, chunk) for item in LARGE for chunk in (2, 0, 1)]
-
-    async def scenario():
-        async with serving(socket, WeightsHolder(large).serve):
-            stream = await open_stream(socket)
-            await stream.send(messages.FindParts(NAME, ""))
-            for item in LARGE:
-                for chunk in (2, 0, 1):
-                    await stream.send(messages.GetChunk("0", item, chunk))
-            found = messages.decode_weights((await stream.receive(0)).header)
-            assert isinstance(found, messages.PartsFound)
-            assert [(await stream.receive(CHUNK_BYTES)).payload for _ in expected] == expected
-            stream.close()
-
-    run(scenario())
-
-
 @pytest.mark.parametrize("change", ["removed", "changed", "shortened"])
 def test_a_holder_whose_files_are_no_longer_what_they_were_says_so_and_sends_nothing_wrong(tmp_path, change):
     one = make_checkpoint(tmp_path / "model")
@@ -210,14 +191,3 @@ def test_a_holder_whose_files_are_no_longer_what_they_were_says_so_and_sends_not
     assert isinstance(answer, messages.Refusal)
     assert answer.code == "server_fault"
     assert str(tmp_path) not in answer.message, "paths of a machine are not told to others"
-
-
-def test_what_is_not_held_is_refused_and_the_stream_ends(parts):
-    async def scenario(hub):
-        await hub.serve("holder", WeightsHolder(parts).serve)
-        stream = await ask(hub, "peer")
-        with pytest.raises(WeightsNotShared):
-            await stream.manifest(str(BLOCKS))
-        assert all_parts(BLOCKS) == parts.held
-
-    in_memory(scenario)

@@ -13,9 +13,9 @@ import pytest
 from safetensors.torch import load_file
 
 from swarm.models.checkpoints.checkpoint import open_checkpoint
-from swarm.shared_weights import fetcher, holder_choice
+from swarm.shared_weights import fetcher
 from swarm.shared_weights.checkpoint_parts import CheckpointParts
-from swarm.shared_weights.chunk_pipeline import MAX_WINDOW
+from swarm.shared_weights.fetcher import MAX_WINDOW
 from swarm.shared_weights.manifest import CHUNK_BYTES, CLIENT, FILES, all_parts
 from tests.shared_weights.peers import BLOCKS, NAME, make_checkpoint
 from tests.shared_weights.processes import Shared, receive, receive_until, send
@@ -129,7 +129,6 @@ def test_a_receiver_is_killed_again_and_again(source, shared, processes):
 
 def test_a_sender_is_killed_again_and_again(source, shared, processes, monkeypatch):
     monkeypatch.setattr(fetcher, "RETRY_S", 0.05)
-    monkeypatch.setattr(holder_choice, "RETRY_S", 0.05)
     sent = FORKS.Value("q", 0, lock=False)
     senders = [start(processes, send, shared, sent)]
     moments = list(SENDER_DIES_AFTER)

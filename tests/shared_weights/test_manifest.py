@@ -79,11 +79,6 @@ def test_another_item_makes_another_digest(items, data):
     assert PartManifest(items).digest != PartManifest((*items, more)).digest
 
 
-@given(st.sampled_from([FILES, CLIENT, "0"]), st.binary(max_size=200))
-def test_garbage_never_raises_anything_else(part, data):
-    decoded_or_refused(part, data)
-
-
 @given(st.sampled_from([FILES, CLIENT, "0"]), listed(tensors | files), st.data())
 def test_a_damaged_manifest_never_raises_anything_else(part, items, data):
     encoded = bytearray(PartManifest(items).encoded)
@@ -109,37 +104,34 @@ def test_the_samples_are_right_before_they_are_spoiled():
     assert PartManifest.decode(FILES, changed(FILE, 3, 7)).items[0].name == "config.json"
 
 
-@pytest.mark.parametrize(
-    ("part", "data", "why"),
-    [
-        pytest.param("0", changed(TENSOR, 3, 25), "does not follow", id="too large for its shape"),
-        pytest.param("0", changed(TENSOR, 3, 0), "does not follow", id="too small for its shape"),
-        pytest.param(CLIENT, changed(TENSOR, 2, [1 << 48] * 16), "does not follow", id="shape of a huge tensor"),
-        pytest.param("0", changed(TENSOR, 1, "F31"), "unknown dtype", id="unknown dtype"),
-        pytest.param("0", msgspec.msgpack.encode([FILE]), "unknown dtype", id="file among tensors"),
-        pytest.param(FILES, msgspec.msgpack.encode([TENSOR]), "is no file", id="tensor among files"),
-        pytest.param(FILES, changed(FILE, 2, [7]), "is no file", id="file with a shape"),
-        pytest.param("0", msgspec.msgpack.encode([TENSOR, TENSOR]), "occurs twice", id="a tensor twice"),
-        pytest.param(FILES, msgspec.msgpack.encode([FILE, FILE]), "occurs twice", id="a file twice"),
-        pytest.param("0", changed(TENSOR, 0, ""), "length", id="no name"),
-        pytest.param("0", changed(TENSOR, 0, "n" * (MAX_TENSOR_NAME_CHARACTERS + 1)), "length", id="long name"),
-        pytest.param("0", changed(TENSOR, 2, [-2, -3]), ">= 0", id="negative shape"),
-        pytest.param("0", changed(TENSOR, 2, [1] * 17), "length", id="too many dimensions"),
-        pytest.param(FILES, changed(FILE, 3, -1), ">= 0", id="negative size"),
-        pytest.param(FILES, changed(FILE, 3, MAX_ITEM_BYTES + 1), "<=", id="size beyond any"),
-        pytest.param(FILES, changed(FILE, 4, bytes(31)), "length", id="short digest"),
-        pytest.param(FILES, changed(FILE, 4, bytes(33)), "length", id="long digest"),
-        pytest.param(FILES, msgspec.msgpack.encode([[*FILE, 1]]), "length", id="more fields"),
-        pytest.param(FILES, msgspec.msgpack.encode([FILE[:-1]]), "length", id="fewer fields"),
-        pytest.param(FILES, msgspec.msgpack.encode([FILE]) + b"\0", "trailing", id="something behind it"),
-        pytest.param(FILES, msgspec.msgpack.encode([FILE] * (MAX_ITEMS + 1)), "length", id="too many items"),
-        pytest.param(FILES, b"\xdd\xff\xff\xff\xff", "length", id="four thousand million items announced"),
-        pytest.param(FILES, bytes(MAX_MANIFEST_BYTES + 1), "too large", id="too many bytes"),
-    ],
-)
-def test_what_is_no_manifest(part, data, why):
-    with pytest.raises(ProtocolViolation, match=why):
-        PartManifest.decode(part, data)
+def test_what_is_no_manifest():
+    for part, data, why in [
+        ("0", changed(TENSOR, 3, 25), "does not follow"),
+        ("0", changed(TENSOR, 3, 0), "does not follow"),
+        (CLIENT, changed(TENSOR, 2, [1 << 48] * 16), "does not follow"),
+        ("0", changed(TENSOR, 1, "F31"), "unknown dtype"),
+        ("0", msgspec.msgpack.encode([FILE]), "unknown dtype"),
+        (FILES, msgspec.msgpack.encode([TENSOR]), "is no file"),
+        (FILES, changed(FILE, 2, [7]), "is no file"),
+        ("0", msgspec.msgpack.encode([TENSOR, TENSOR]), "occurs twice"),
+        (FILES, msgspec.msgpack.encode([FILE, FILE]), "occurs twice"),
+        ("0", changed(TENSOR, 0, ""), "length"),
+        ("0", changed(TENSOR, 0, "n" * (MAX_TENSOR_NAME_CHARACTERS + 1)), "length"),
+        ("0", changed(TENSOR, 2, [-2, -3]), ">= 0"),
+        ("0", changed(TENSOR, 2, [1] * 17), "length"),
+        (FILES, changed(FILE, 3, -1), ">= 0"),
+        (FILES, changed(FILE, 3, MAX_ITEM_BYTES + 1), "<="),
+        (FILES, changed(FILE, 4, bytes(31)), "length"),
+        (FILES, changed(FILE, 4, bytes(33)), "length"),
+        (FILES, msgspec.msgpack.encode([[*FILE, 1]]), "length"),
+        (FILES, msgspec.msgpack.encode([FILE[:-1]]), "length"),
+        (FILES, msgspec.msgpack.encode([FILE]) + b"\0", "trailing"),
+        (FILES, msgspec.msgpack.encode([FILE] * (MAX_ITEMS + 1)), "length"),
+        (FILES, b"\xdd\xff\xff\xff\xff", "length"),
+        (FILES, bytes(MAX_MANIFEST_BYTES + 1), "too large"),
+    ]:
+        with pytest.raises(ProtocolViolation, match=why):
+            PartManifest.decode(part, data)
 
 
 @given(st.integers(0, 5 * CHUNK_BYTES))

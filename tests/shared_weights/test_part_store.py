@@ -21,7 +21,6 @@ from swarm.shared_weights import part_store
 from swarm.shared_weights.manifest import (
     CHUNK_BYTES,
     CLIENT,
-    DIGEST_BYTES,
     FILES,
     Item,
     PartManifest,
@@ -134,30 +133,14 @@ def test_what_has_come_is_kept(tmp_path_factory, first, second):
     assert content(store, BLOCK) == BLOCK.contents
 
 
-def test_chunks_lie_where_the_header_says(tmp_path):
-    with begun(store_with_manifests(tmp_path, BLOCK), BLOCK) as part:
-        chunks = list(part.chunks)
-    assert [(one.item, one.number, one.length) for one in chunks] == [
-        (0, 0, 5),
-        (2, 0, CHUNK_BYTES),
-        (2, 1, 3),
-        (3, 0, CHUNK_BYTES),
-        (3, 1, CHUNK_BYTES),
-        (4, 0, 9),
-    ]
-    ends = [one.position + one.length for one in chunks[:-1]]
-    assert [one.position for one in chunks[1:]] == ends
-
-
 @pytest.mark.parametrize("spoil", [lambda data: data[:-1], lambda data: data + b"x", lambda data: b"\xff" + data[1:]])
-@pytest.mark.parametrize("number", range(CHUNKS))
-def test_a_wrong_chunk_is_not_written(tmp_path, number, spoil):
+def test_a_wrong_chunk_is_not_written(tmp_path, spoil):
     store = store_with_manifests(tmp_path, BLOCK)
     with begun(store, BLOCK) as part:
-        chunk = list(part.chunks)[number]
         before = store.unfinished_path("0").read_bytes()
-        assert not part.write(chunk, spoil(BLOCK.data(chunk)))
-        assert store.unfinished_path("0").read_bytes() == before
+        for chunk in part.chunks:
+            assert not part.write(chunk, spoil(BLOCK.data(chunk)))
+            assert store.unfinished_path("0").read_bytes() == before
 
 
 @pytest.mark.parametrize("source", [BLOCK, JSON], ids=lambda source: source.part)
@@ -280,14 +263,6 @@ def test_another_process_lets_go_when_it_ends(tmp_path):
 
 
 @pytest.mark.parametrize("source", [BLOCK, JSON], ids=lambda source: source.part)
-def test_a_part_that_another_process_has_just_received_is_not_received_again(tmp_path, source):
-    store = store_with_manifests(tmp_path, source)
-    receive(open_store(tmp_path, source), source)
-    assert receive(store, source) == 0
-    assert not store.unfinished_path(source.part).exists()
-
-
-@pytest.mark.parametrize("source", [BLOCK, JSON], ids=lambda source: source.part)
 def test_a_part_that_another_process_finishes_between_open_and_lock(tmp_path, monkeypatch, source):
     """The file that was opened then has another name, or none."""
     store, other = store_with_manifests(tmp_path, source), open_store(tmp_path, source)
@@ -301,20 +276,6 @@ def test_a_part_that_another_process_finishes_between_open_and_lock(tmp_path, mo
     monkeypatch.setattr(part_store.fcntl, "flock", finish_first)
     assert receive(store, source) == 0
     assert content(store, source) == source.contents
-
-
-def test_closing_twice_and_writing_after_it(tmp_path):
-    store = store_with_manifests(tmp_path, BLOCK)
-    with begun(store, BLOCK) as part:
-        chunk = next(part.chunks)
-        part.close()
-        with pytest.raises(ValueError, match="file"):
-            part.write(chunk, BLOCK.data(chunk))
-    never_opened = store.begin("0", BLOCK.digests)
-    never_opened.close()
-    never_opened.open()
-    with pytest.raises(ValueError, match="not open"):
-        never_opened.missing()
 
 
 @contextmanager
@@ -421,7 +382,3 @@ def test_folders_of_models_can_be_told_apart(tmp_path, monkeypatch):
     monkeypatch.setattr(part_store, "cache_folder", lambda: None)
     with pytest.raises(WeightsUnavailable, match="--cache-dir"):
         default_root()
-
-
-def test_digests_of_chunks_have_the_size_that_is_asked_for():
-    assert [len(one) // DIGEST_BYTES for one in BLOCK.digests] == [1, 0, 2, 2, 1]

@@ -14,10 +14,9 @@ from transformers import AutoModelForCausalLM
 from swarm.client.config import NetworkOptions
 from swarm.client.model.auto_model import AutoDistributedModelForCausalLM
 from swarm.data_structures import Span
-from swarm.errors import HubUnreachable, UnknownWeights, WeightsUnavailable
+from swarm.errors import HubUnreachable, WeightsUnavailable
 from swarm.models.checkpoints.checkpoint import open_checkpoint
-from swarm.models.checkpoints.digest_file import encode_digest_file
-from swarm.models.checkpoints.known_digests import known_digests
+from swarm.models.checkpoints.known_digests import encode_digest_file, known_digests
 from swarm.server.config import BlocksOption, ServerConfig, WeightsOption
 from swarm.server.lifecycle import Server
 from swarm.server.throughput.throughput_option import ThroughputOption
@@ -152,7 +151,7 @@ def test_where_no_server_shares_it_says_so_at_once(folder, digests, tmp_path):
     uvloop.run(scenario())
 
 
-def test_an_open_swarm_is_not_believed_unless_told_to(folder, tmp_path):
+def test_an_open_swarm_is_not_believed(folder, tmp_path):
     async def scenario() -> None:
         async with serving(WeightsOption(source=str(folder), share=True), "0:2") as holder:
             await until_shared(holder)
@@ -160,32 +159,6 @@ def test_an_open_swarm_is_not_believed_unless_told_to(folder, tmp_path):
             with pytest.raises(WeightsUnavailable, match="nothing says what the weights"):
                 async with serving(WeightsOption("peers"), "1", peers, tmp_path / "a"):
                     pass
-            believing = WeightsOption("peers", trust_on_first_use=True)
-            async with serving(believing, "3:4", peers, tmp_path / "b") as server:
-                assert server.span == Span(3, 4)
-
-    uvloop.run(scenario())
-
-
-def test_what_was_pinned_at_first_use_is_not_replaced(folder, tmp_path):
-    other = tmp_path / "other"
-    changed = AutoModelForCausalLM.from_pretrained(folder)
-    changed.lm_head.weight.data += 1
-    changed.save_pretrained(other)
-
-    async def scenario() -> None:
-        believing = WeightsOption("peers", trust_on_first_use=True)
-        for source, expected in ((folder, None), (other, UnknownWeights)):
-            async with serving(WeightsOption(source=str(source), share=True), "0:2") as holder:
-                await until_shared(holder)
-                peers = await addresses_of(holder)
-                if expected is None:
-                    async with serving(believing, "3:4", peers, tmp_path / "b"):
-                        pass
-                else:
-                    with pytest.raises(expected, match="disagree"):
-                        async with serving(believing, "3:4", peers, tmp_path / "b"):
-                            pass
 
     uvloop.run(scenario())
 

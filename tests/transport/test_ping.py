@@ -16,10 +16,10 @@ from swarm.dht.validation import AnnouncementValidator
 from swarm.errors import CacheFull, PeerLost, ProtocolViolation, RemoteError
 from swarm.protocol import messages
 from swarm.transport import ping
-from swarm.transport.memory import MemoryHub, MemoryNetwork
 from swarm.transport.p2p import P2PConfig, Peer
 from swarm.transport.ping import PING_SAMPLES, PROBE_SIZES_BYTES, measure_bandwidth, measure_round_trip, ping_many
 from swarm.transport.stream import Stream
+from tests.memory_hub import MemoryHub, MemoryNetwork
 
 PATIENCE, SHORT = 20.0, 0.05
 INFO = messages.InfoReply(0, 3, 100, 0, "1")

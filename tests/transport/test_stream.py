@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from swarm.errors import PeerLost, PeerTimeout, ProtocolViolation
 from swarm.protocol import messages
 from swarm.protocol.framing import MAX_HEADER_BYTES, MAX_PAYLOAD_BYTES, PREFIX_BYTES, encode_prefix
-from swarm.transport.memory import stream_pair
 from swarm.transport.stream import FRAME_TIMEOUT_S, MIN_RECEIVED_BYTES_PER_S, FrameStream
 from tests import virtual_time
+from tests.memory_hub import stream_pair
 
 HELLO = messages.Refusal("hello", "a message with a text")
 SOON = 60.0

@@ -31,7 +31,7 @@ KEY_VARIABLE = "SWARM_API_KEY"
     help="Use no server that computes with some neurons only (sparse). With --url the gateway decides.  "
     "[default: exact]",
 )
-@console.weight_options
+@console.digests_option
 @console.weights_from_option
 @click.option("--system", default="", help="System prompt: instructions for the model.")
 @click.option(
@@ -57,7 +57,6 @@ def main(
     key: str | None,
     exact: bool,
     digests: Path | None,
-    trust_on_first_use: bool,
     weights_from: str,
     system: str,
     temperature: float | None,
@@ -79,17 +78,15 @@ def main(
     with terminal.conversation():
         with terminal.working():
             if url is not None:
-                if digests is not None or trust_on_first_use:
+                if digests is not None:
                     raise InvalidOption(
-                        "--digests and --trust-on-first-use do nothing with --url: the gateway decides which weights "
-                        "servers may have. Start the gateway with them"
+                        "--digests does nothing with --url: the gateway decides which weights servers may have. Start "
+                        "the gateway with it"
                     )
                 backend: ChatBackend = _gateway_backend(url, key, model)
             else:
                 peers = console.split_addresses(initial_peers)
-                backend = _swarm_backend(
-                    terminal.interactive, model, peers, membership, exact, digests, trust_on_first_use, weights_from
-                )
+                backend = _swarm_backend(terminal.interactive, model, peers, membership, exact, digests, weights_from)
         try:
             options = AnswerOptions(temperature, max_tokens, seed, early_exit)
             Dialogue(backend, terminal, options, terminal.readable(system, "--system")).run()
@@ -110,7 +107,6 @@ def _swarm_backend(
     membership: str | None,
     exact: bool,
     digests: Path | None,
-    trust_on_first_use: bool,
     weights_from: str,
 ) -> ChatBackend:
     if not peers:
@@ -128,7 +124,7 @@ def _swarm_backend(
     from swarm.transport.p2p import quiet_hivemind
 
     quiet_hivemind()
-    network = NetworkOptions(exact=exact, digests=digests, trust_on_first_use=trust_on_first_use)
+    network = NetworkOptions(exact=exact, digests=digests)
     return SwarmBackend(model, initial_peers=peers, membership=membership, network=network, weights_from=weights_from)
 
 

@@ -130,7 +130,7 @@ async def _run_check(name: str, check: Callable[[], Finding]) -> Finding:
     def run() -> None:
         try:
             finding = check()
-        except Exception as error:  # a broken installation can raise anything, and the report has to show it
+        except Exception as error:  # noqa: BLE001  (a broken installation can raise anything)
             first = (str(error).splitlines() or [""])[0]
             finding = verdicts.failure(name, f"{type(error).__name__}: {first}", verdicts.UPGRADE_COMMAND)
         with suppress(RuntimeError):  # the report is complete and its event loop closed

@@ -134,7 +134,7 @@ async def check_dht(joining: P2PConfig, clock_is_right: bool) -> Finding:
     except TimeoutError:
         found = f"no answer within {CHECK_TIMEOUT_S:.0f} s"
         return verdicts.failure(check, found, "try again, or join by another peer")
-    except Exception as error:  # hivemind raises many types while joining, for example when clocks differ
+    except Exception as error:  # noqa: BLE001  (hivemind raises many types while joining)
         found = (str(error).splitlines() or [type(error).__name__])[0]
         return verdicts.failure(check, found, "join by another peer of the swarm")
 

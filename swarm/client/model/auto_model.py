@@ -18,7 +18,6 @@ from swarm.client.model.generation_mixin import ActiveSessions, DistributedGener
 from swarm.client.model.model_source import ModelSource
 from swarm.client.model.remote_sequential import RemoteLayer, RemoteSequential
 from swarm.client.model.transformers_hooks import ForwardHooks
-from swarm.client.routes.weight_pins import make_pins
 from swarm.client.threads.shared_head import share_head
 from swarm.client.tuning.options import TuningConfig, TuningOptions, resolve_tuning
 from swarm.client.tuning.trained import TrainedParameters
@@ -28,6 +27,7 @@ from swarm.membership.invite import Invite, read_invite
 from swarm.models.adapters.adapter_files import StoredAdapter, read_adapter
 from swarm.models.blockless_model import Task, load_blockless_model
 from swarm.models.checkpoints.checkpoint import Checkpoint
+from swarm.models.checkpoints.known_digests import known_digests
 from swarm.models.checkpoints.partial_loading import resolve_dtype
 from swarm.models.cutting.families import classification_class
 from swarm.models.loading.span_loading import load_span
@@ -208,8 +208,8 @@ def _load_model(config: ClientConfig, request: _ModelRequest) -> Any:
     if config.local_blocks is not None:
         span_model = load_span(checkpoint, config.local_blocks, dtype=request.dtype, device=torch.device("cpu"))
         local = LocalBlocks(span_model)
-    pins = make_pins(checkpoint, config.network.digests, config.network.trust_on_first_use)
-    identity = ModelIdentity(checkpoint.name, checkpoint.revision, checkpoint.blocks, pins)
+    digests = known_digests(checkpoint, config.network.digests)
+    identity = ModelIdentity(checkpoint.name, checkpoint.revision, checkpoint.blocks, digests)
     connection = SwarmConnection(config, identity, local)
     try:
         return _assemble_model(connection, request)

@@ -14,7 +14,7 @@ from swarm.errors import HubUnreachable, InvalidOption, SwarmError
 from swarm.membership.invite import Invite
 from swarm.models.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from swarm.shared_weights.manifest import CLIENT, parts_of_blocks
-from swarm.shared_weights.swarm_model import open_from_peers
+from swarm.shared_weights.peer_model import open_from_peers
 from swarm.transport.p2p import P2PConfig, Peer
 
 logger = logging.getLogger(__name__)
@@ -55,8 +55,7 @@ class ModelSource:
 
     @property
     def _believes(self) -> bool:
-        network = self.network
-        return network.digests is not None or network.trust_on_first_use or self.membership is not None
+        return self.network.digests is not None or self.membership is not None
 
     def _from_peers(self, local_blocks: LocalBlocksOption) -> Checkpoint:
         if self.model is None:
@@ -76,7 +75,7 @@ class ModelSource:
                 model,
                 revision=self.revision,
                 digests=self.network.digests,
-                believe_first=self.network.trust_on_first_use or self.membership is not None,
+                believe_first=self.membership is not None,
                 cache_dir=Path(self.cache_dir) if self.cache_dir is not None else None,
             )
             span = parse_local_blocks(local_blocks, found.checkpoint.blocks)

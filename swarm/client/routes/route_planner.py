@@ -230,8 +230,7 @@ class RoutePlanner:
                 others = await self._other_models() if not is_served else []
         except TimeoutError:
             raise DhtError(f"no answer within {REFRESH_TIMEOUT_S:.0f} s; the servers known before are used") from None
-        digests = await asyncio.to_thread(model.pins.learn, announced) if model.pins is not None else None
-        found = compatible_servers(announced, model.revision, digests, network.weight_forms, network.exact)
+        found = compatible_servers(announced, model.revision, model.digests, network.weight_forms, network.exact)
         self.router.update(found.servers, found.excluded, others)
         _ = self.router.snapshot.links  # computed now, so that no failover has to wait for it
         self._refreshed_at = time.monotonic()

@@ -2,16 +2,14 @@
 
 The digest guards against mistakes (another fine-tune under the same name, a broken download). It does not guard against
 a server that lies, which could announce any digest. So large tensors are only sampled: a client can then afford to
-compute the digests of all blocks from the model's own files, also where these are on the hub (`hub_digests`). A tensor
-of at most `MAX_FULLY_HASHED_BYTES` is hashed completely; of a larger one, evenly spread pages are, including the first
-and the last.
+compute the digests of all blocks from its own copy of the model. A tensor of at most `MAX_FULLY_HASHED_BYTES` is hashed
+completely; of a larger one, evenly spread pages are, including the first and the last.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 
 import torch
 
@@ -26,43 +24,19 @@ MAX_BLOCK_PAGES = 128
 DIGEST_HEX_DIGITS = 12
 
 
-@dataclass(frozen=True)
-class TensorForm:
-    """What a digest covers of a tensor beside its values: `dtype` is torch's name of it, such as "torch.bfloat16"."""
-
-    shape: tuple[int, ...]
-    dtype: str
-    size_bytes: int
-
-
 def block_digest(tensors: Mapping[str, torch.Tensor]) -> str:
     """Digest of a block's tensors as stored in the checkpoint.
 
     Args:
         tensors: name inside the block (`self_attn.q_proj.weight`) to tensor, any dtype, CPU.
     """
-    forms = {name: TensorForm(tuple(one.shape), str(one.dtype), one.nbytes) for name, one in tensors.items()}
-
-    def read(name: str, offset: int, length: int) -> memoryview:
-        data = tensors[name].detach().contiguous().view(-1).view(torch.uint8)
-        return data[offset : offset + length].numpy().data
-
-    return digest_of(forms, read)
-
-
-def digest_of(forms: Mapping[str, TensorForm], read: Callable[[str, int, int], bytes | memoryview]) -> str:
-    """Digest of a block.
-
-    Args:
-        forms: of its tensors, by their names inside the block.
-        read: the bytes of a tensor from an offset on; called for `sampled_ranges`.
-    """
     state = hashlib.sha256()
-    ranges = sampled_ranges({name: form.size_bytes for name, form in forms.items()})
-    for name in sorted(forms):
-        state.update(f"{name} {forms[name].shape} {forms[name].dtype}\n".encode())
+    ranges = sampled_ranges({name: tensor.nbytes for name, tensor in tensors.items()})
+    for name, tensor in sorted(tensors.items()):
+        state.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}\n".encode())
+        data = tensor.detach().contiguous().view(-1).view(torch.uint8)
         for offset, length in ranges[name]:
-            state.update(read(name, offset, length))
+            state.update(data[offset : offset + length].numpy().data)
     return state.hexdigest()[:DIGEST_HEX_DIGITS]
 
 

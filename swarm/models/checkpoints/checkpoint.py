@@ -16,7 +16,7 @@ from functools import cached_property
 from pathlib import Path
 
 import torch
-from huggingface_hub import constants, hf_hub_download, try_to_load_from_cache
+from huggingface_hub import HfApi, constants, hf_hub_download, try_to_load_from_cache
 from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, GenerationConfig, PreTrainedConfig
@@ -25,9 +25,8 @@ from swarm.common.files.checked_json import fields, mapping, parse_json, text
 from swarm.errors import CheckpointError, HubUnreachable, InvalidSpan, ModelNotFound, UnsupportedModel, UsageError
 from swarm.models.checkpoints import config_limits
 from swarm.models.checkpoints.block_digest import block_digest
-from swarm.models.checkpoints.hub_digests import HubFiles, read_hub_header
 from swarm.models.checkpoints.part_folder import PARTS_FILE, PartFolder, read_part_folder
-from swarm.models.checkpoints.safetensors_header import StoredTensor, read_header
+from swarm.models.checkpoints.safetensors_header import DTYPES, read_header
 from swarm.models.cutting import families
 from swarm.models.cutting.model_inspection import ModelStructure, inspect_model
 
@@ -237,18 +236,22 @@ def _stored_dtype(checkpoint: Checkpoint) -> torch.dtype | None:
             named = getattr(torch, str(metadata.get("dtype")), None) if isinstance(metadata, dict) else None
             if isinstance(named, torch.dtype):
                 return named
-    header = _first_header(checkpoint, sorted(files))
-    dtypes = [getattr(torch, header[name].form.dtype.removeprefix("torch.")) for name in sorted(header)]
+    names = _first_dtypes(checkpoint, sorted(files))
+    dtypes = [DTYPES[names[tensor]] for tensor in sorted(names) if names[tensor] in DTYPES]
     return next((one for one in dtypes if one.is_floating_point and one.itemsize > 1), None)
 
 
-def _first_header(checkpoint: Checkpoint, files: list[str]) -> Mapping[str, StoredTensor]:
-    """What the first file of weights holds, or else the first that is here. Of a file on the hub, no more is read."""
+def _first_dtypes(checkpoint: Checkpoint, files: list[str]) -> Mapping[str, str]:
+    """The dtypes of the tensors in the first file of weights, or else in the first that is here.
+
+    Of a file on the hub, only the header is read.
+    """
     here = [path for path in map(checkpoint.cached, files) if path is not None]
     if files and checkpoint.cached(files[0]) is None and not Path(checkpoint.source).is_dir():
-        with suppress(CheckpointError):  # the hub does not answer
-            return read_hub_header(HubFiles(checkpoint.source, checkpoint.revision), files[0])
-    return read_header(here[0]) if here else {}
+        with suppress(Exception):  # the hub does not answer; which errors that raises is up to the hub's library
+            found = HfApi().parse_safetensors_file_metadata(checkpoint.source, files[0], revision=checkpoint.revision)
+            return {name: tensor.dtype for name, tensor in found.tensors.items()}
+    return {name: tensor.dtype for name, tensor in read_header(here[0]).items()} if here else {}
 
 
 def _parse_weight_map(index: bytes) -> dict[str, str]:

@@ -1,67 +1,71 @@
-"""Which digests the blocks of a model must have, from where its weights come. No server has a say in that.
+"""Which digests the blocks of a model must have, and the JSON files that say so.
 
-In this order: a file that the user names; the weights themselves, as far as they are on this machine; for a hub model,
-what was read of this commit before, for which the hub need not be there; a file beside the checkpoint
-(`swarm-digests.json`), from the checkpoint's author; for a hub model, ranges of the files of its commit, which are read
-once and kept. If there is none of them, the user may agree to believe the servers that the client meets first
-(`swarm.client.routes.weight_pins`).
+    {"format": 2, "model": "org/model", "revision": "5c38…", "digests": ["0123456789ab", …], "parts": {"0": "9f86…", …}}
+
+`digests` has null for a block whose weights are not known. `parts` has the digests by which weights are taken from
+other peers (`swarm.shared_weights`); it may be missing, and is in files of format 1.
+
+A client takes digests from a file that its user names, from the weights if they are on its machine, or from a file
+beside the checkpoint, made by the checkpoint's author. No server has a say in that. Without any of these, the revision
+identifies the weights if it is a commit of the hub.
 """
 
 from __future__ import annotations
 
-import hashlib
-import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from huggingface_hub.errors import EntryNotFoundError
 
-from swarm.common.files.folders import cache_folder
+from swarm.common.files.atomic_file import replace_file
+from swarm.common.files.checked_json import fields, integer, items, mapping, parse_json, text, to_json
 from swarm.data_structures import WeightDigests
-from swarm.errors import CheckpointError, DigestFileError, ModelNotFound, UnknownWeights
+from swarm.errors import DigestFileError, HubUnreachable, UnknownWeights
+from swarm.models.checkpoints.block_digest import DIGEST_HEX_DIGITS
 from swarm.models.checkpoints.checkpoint import Checkpoint
-from swarm.models.checkpoints.digest_file import encode_digest_file, read_digest_file, write_digest_file
-from swarm.models.checkpoints.hub_digests import HubFiles, hub_block_digests
+from swarm.models.checkpoints.config_limits import MAX_BLOCKS
 
-logger = logging.getLogger(__name__)
-
+FORMAT_VERSION = 2
+MAX_FILE_BYTES = 1 << 20
+MAX_NAME_CHARACTERS = 4096
 FILE_BESIDE_CHECKPOINT = "swarm-digests.json"
 
 
-def known_digests(checkpoint: Checkpoint, file: str | Path | None = None) -> WeightDigests:
-    """The digests that all blocks of a model must have.
+def known_digests(checkpoint: Checkpoint, file: str | Path | None = None) -> WeightDigests | None:
+    """The digests that blocks of a model must have; None if only the revision identifies the weights.
 
     Args:
         file: made by `swarm digest`; None for those of the model's own source.
 
     Raises:
         DigestFileError: the file cannot be used, or is for another model or revision.
-        UnknownWeights: no source of the weights can be read.
+        UnknownWeights: neither digests nor the revision identify the weights.
         CheckpointError: the checkpoint's files are broken.
     """
     if file is not None:
-        return _from_file(checkpoint, Path(file).expanduser(), f"those in {file}")
+        path = Path(file).expanduser()
+        found = read_digest_file(path)
+        found.require_for(path, checkpoint.revision, checkpoint.blocks)
+        return WeightDigests(found.by_block, f"those in {file}")
     local = checkpoint.block_digests(0, checkpoint.blocks)
     if local is not None:
         return WeightDigests(dict(enumerate(local)), f"those in {checkpoint.source}")
-    if Path(checkpoint.source).is_dir():
-        beside = _beside(checkpoint)
-        if beside is None:
-            raise UnknownWeights(_unknown(checkpoint, f"{checkpoint.source} does not hold the weights of all blocks"))
-        return beside
-    return _kept(checkpoint) or _from_hub(checkpoint)
-
-
-def _from_file(checkpoint: Checkpoint, path: Path, origin: str) -> WeightDigests:
-    found = read_digest_file(path)
-    found.require_for(path, checkpoint.revision, checkpoint.blocks)
-    return WeightDigests(found.by_block, origin)
+    beside = _beside(checkpoint)
+    if beside is None and checkpoint.parts is None and Path(checkpoint.source).is_dir():
+        raise UnknownWeights(
+            f"nothing says which weights servers of {checkpoint.name} must have: {checkpoint.source} does not hold the "
+            "weights of all blocks. Ask who has them for a file of `swarm digest MODEL --output FILE` and give it: "
+            "--digests FILE, in Python NetworkOptions(digests=FILE)"
+        )
+    return beside
 
 
 def _beside(checkpoint: Checkpoint) -> WeightDigests | None:
-    """The digests in the file beside the checkpoint; None if it has no such file. Raises `DigestFileError`."""
+    """The digests in the file beside the checkpoint; None if there is no such file. Raises `DigestFileError`."""
     try:
         path = checkpoint.fetch(FILE_BESIDE_CHECKPOINT)
-    except EntryNotFoundError:
+    except (EntryNotFoundError, HubUnreachable):
         return None
     found = read_digest_file(path)
     # Its revision may be that of the folder before the upload, and the file cannot name the commit that adds it.
@@ -69,58 +73,76 @@ def _beside(checkpoint: Checkpoint) -> WeightDigests | None:
     return WeightDigests(found.by_block, f"those in {FILE_BESIDE_CHECKPOINT} of {checkpoint.source}")
 
 
-def _kept(checkpoint: Checkpoint) -> WeightDigests | None:
-    """What was read from the hub before; None if that was never done, or cannot be used."""
-    path = kept_path("hub", checkpoint)
-    if path is None or not path.exists():
-        return None
+@dataclass(frozen=True)
+class DigestFile:
+    """The digests of a model's blocks.
+
+    Attributes:
+        model: its name.
+        revision: see `Checkpoint`.
+        digests: one for each block of the model, None where it is not known.
+        parts: the digests of whole parts, by the part's name; empty if the file has none.
+    """
+
+    model: str
+    revision: str
+    digests: tuple[str | None, ...]
+    parts: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def by_block(self) -> dict[int, str]:
+        """The digests that are known."""
+        return {block: one for block, one in enumerate(self.digests) if one is not None}
+
+    def require_for(self, path: Path, revision: str, blocks: int) -> None:
+        """Raise `DigestFileError` unless the file is for this revision of a model of so many blocks."""
+        if self.revision != revision or len(self.digests) != blocks:
+            raise DigestFileError(
+                f"{path} has digests of {len(self.digests)} blocks of {self.model}, revision {self.revision}; this "
+                f"model has {blocks} blocks and revision {revision}. Use that revision, or make the file again from a "
+                "checkpoint that you trust: swarm digest MODEL --output FILE"
+            )
+
+
+def read_digest_file(path: Path) -> DigestFile:
+    """Read a file of digests. Raises `DigestFileError` if it cannot be used."""
     try:
-        return _from_file(checkpoint, path, _hub_origin(checkpoint))
-    except DigestFileError as error:
-        logger.warning("%s; the digests are read again", error)
-        return None
+        with path.open("rb") as file:
+            data = file.read(MAX_FILE_BYTES + 1)
+        if len(data) > MAX_FILE_BYTES:
+            raise ValueError(f"it is larger than {MAX_FILE_BYTES} bytes")
+        return _parse(parse_json(data))
+    except (OSError, ValueError, RecursionError) as error:
+        why = error.strerror if isinstance(error, OSError) else str(error)
+        raise DigestFileError(
+            f"{path} is not a usable file of digests: {why}. `swarm digest MODEL --output FILE` makes one"
+        ) from None
 
 
-def _from_hub(checkpoint: Checkpoint) -> WeightDigests:
-    blocks: list[dict[str, str]] = [{} for _ in range(checkpoint.blocks)]
+def _parse(value: object) -> DigestFile:
+    version, model, revision, digests, parts = fields(value, ("format", "model", "revision", "digests"), ("parts",))
+    integer(version, 1, FORMAT_VERSION)
+    pattern = f"[0-9a-f]{{{DIGEST_HEX_DIGITS}}}"
+    found = [None if one is None else text(one, DIGEST_HEX_DIGITS, pattern) for one in items(digests, MAX_BLOCKS)]
+    parts = {} if parts is None else parts
+    named = {text(name, 16, "[a-z0-9]+"): text(one, 64, "[0-9a-f]{64}") for name, one in mapping(parts).items()}
+    return DigestFile(text(model, MAX_NAME_CHARACTERS), text(revision, MAX_NAME_CHARACTERS), tuple(found), named)
+
+
+def encode_digest_file(
+    model: str, revision: str, digests: Sequence[str | None], parts: Mapping[str, str] | None = None
+) -> bytes:
+    """The content of a file of digests."""
+    value = {"format": FORMAT_VERSION, "model": model, "revision": revision, "digests": list(digests)}
+    if parts:
+        value["parts"] = dict(parts)
+    return to_json(value, indent=1) + b"\n"
+
+
+def write_digest_file(path: Path, content: bytes) -> None:
+    """Write a file of digests, as a whole or not at all. Raises `DigestFileError`."""
     try:
-        beside = _beside(checkpoint)
-        if beside is not None:
-            return beside
-        logger.info("Reading the digests of %d blocks of %s from the model hub", checkpoint.blocks, checkpoint.source)
-        for name in checkpoint.weight_map:
-            place = checkpoint.locate(name)
-            if place is not None:
-                blocks[place[0]][name] = place[1]
-        files = HubFiles(checkpoint.source, checkpoint.revision)
-        digests = hub_block_digests(files, checkpoint.weight_map, blocks)
-    except (CheckpointError, ModelNotFound) as error:  # the latter, where the hub cannot be reached
-        raise UnknownWeights(_unknown(checkpoint, str(error))) from error
-    path = kept_path("hub", checkpoint)
-    if path is not None:
-        try:
-            write_digest_file(path, encode_digest_file(checkpoint.name, checkpoint.revision, digests))
-        except DigestFileError as error:
-            logger.debug("%s", error)
-    return WeightDigests(dict(enumerate(digests)), _hub_origin(checkpoint))
-
-
-def _hub_origin(checkpoint: Checkpoint) -> str:
-    return f"those of {checkpoint.source} on the model hub"
-
-
-def kept_path(kind: str, checkpoint: Checkpoint) -> Path | None:
-    """Where this machine keeps digests of a model's revision; None where there is no home."""
-    folder = cache_folder()
-    if folder is None:
-        return None
-    named = hashlib.sha256(f"{checkpoint.name}\0{checkpoint.revision}".encode("utf-8", "replace")).hexdigest()[:32]
-    return folder / "digests" / f"{kind}-{named}.json"
-
-
-def _unknown(checkpoint: Checkpoint, why: str) -> str:
-    return (
-        f"nothing says which weights servers of {checkpoint.name} must have: {why}. Ask who has them for a file of "
-        "`swarm digest MODEL --output FILE` and give it (--digests FILE), or believe the servers that are met first "
-        "(--trust-on-first-use). In Python: NetworkOptions(digests=FILE) or NetworkOptions(trust_on_first_use=True)"
-    )
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(path, content)
+    except OSError as error:
+        raise DigestFileError(f"{path} cannot be written: {error.strerror}") from None

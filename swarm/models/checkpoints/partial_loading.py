@@ -10,10 +10,12 @@ import logging
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import TextStreamer as TextStreamer  # for `swarm demo`: only this package may import transformers
 from transformers.utils import logging as transformers_logging
 
 from swarm.common.dtypes import HIDDEN_DTYPES, dtype_name
@@ -160,3 +162,9 @@ def quiet_transformers() -> Any:
         transformers_logging.set_verbosity(before)
         if bars:
             transformers_logging.enable_progress_bar()
+
+
+def load_local_model(source: str | Path) -> Any:
+    """The whole model in this process, for commands that compare a swarm with it."""
+    with quiet_transformers():
+        return AutoModelForCausalLM.from_pretrained(str(source), trust_remote_code=False)

@@ -11,7 +11,6 @@ import torch
 
 from swarm.common.files.checked_json import fields, integer, items, mapping, parse_json, to_json
 from swarm.errors import CheckpointError
-from swarm.models.checkpoints.block_digest import TensorForm
 
 MAX_HEADER_BYTES = 32 << 20
 ALIGNMENT = 8
@@ -38,20 +37,15 @@ DTYPES = {
 }
 """The dtypes that safetensors and torch both have, by safetensors' names."""
 
-_NAMES = {str(dtype): name for name, dtype in DTYPES.items()}
-
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor's form, and where it begins in its file."""
+    """What a header says of a tensor. `dtype` is safetensors' name of it, `offset` where it begins in its file."""
 
-    form: TensorForm
+    dtype: str
+    shape: tuple[int, ...]
+    size_bytes: int
     offset: int
-
-    @property
-    def dtype_name(self) -> str:
-        """Safetensors' name of its dtype."""
-        return _NAMES[self.form.dtype]
 
 
 def parse_header(data: bytes) -> Mapping[str, StoredTensor]:
@@ -81,7 +75,7 @@ def read_header(path: Path) -> Mapping[str, StoredTensor]:
             found = parse_header(start + file.read(header_length(start) - LENGTH_BYTES))
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is not a readable safetensors file: {error}") from error
-    if any(one.offset + one.form.size_bytes > size for one in found.values()):
+    if any(one.offset + one.size_bytes > size for one in found.values()):
         raise CheckpointError(f"{path} is shorter than its header says: download it again")
     return found
 
@@ -117,4 +111,4 @@ def _stored_tensor(described: object, header: int) -> StoredTensor:
     begin, end = (integer(one, 0, 1 << 56) for one in items(offsets, length=2))
     if end - begin != size_of(dtype, dims):
         raise ValueError("a tensor's size does not follow from its shape")
-    return StoredTensor(TensorForm(dims, str(DTYPES[dtype]), end - begin), header + begin)
+    return StoredTensor(dtype, dims, end - begin, header + begin)

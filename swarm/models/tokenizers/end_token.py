@@ -29,7 +29,7 @@ def tokenizer_end_token(fetch: Callable[[str], Path]) -> Any:
             (listed,) = _read(fetch, "tokenizer.json", "added_tokens")
             ids = {_content(one): one["id"] for one in items(listed or [])}
         return ids.get(_content(end))
-    except Exception as error:  # foreign input, if there is any, and perhaps a hub that does not answer
+    except Exception as error:  # noqa: BLE001  (foreign input, and perhaps a hub that does not answer)
         logger.debug("The tokenizer's files do not say which token ends a text: %s", str(error)[:200])
         return None
 

@@ -44,7 +44,6 @@ class WorkerChallenge(Message, frozen=True):
     """
 
     nonce: Nonce
-    needs_secret: bool
 
 
 class PairRequest(Message, frozen=True):

@@ -6,24 +6,28 @@ import asyncio
 import os
 import weakref
 from collections.abc import Mapping, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import uvloop
+
 from swarm.client.config import NetworkOptions
 from swarm.client.model.auto_model import AutoDistributedModelForCausalLM
 from swarm.client.threads.network_thread import NetworkThread
-from swarm.errors import CheckpointError, SwarmError
+from swarm.errors import CheckpointError, PairingRefused, SwarmError
 from swarm.membership.invite import read_invite
 from swarm.models.checkpoints.checkpoint import Checkpoint, open_checkpoint
+from swarm.ring.joining import start_peer
 from swarm.ring.locked_folder import LockedFolder, default_folder
-from swarm.ring.pairing import parse_lines
+from swarm.ring.pairing import WorkerLine, parse_lines
 from swarm.ring.starter.life import RingModel, RingWatcher
 from swarm.ring.starter.process import RunningStarter, describe_model, running_starter
-from swarm.ring.starter.ring_file import options_of, read_ring_file
-from swarm.ring.starter.ring_options import Dtype, Quant, RingOptions, partition_numbers
+from swarm.ring.starter.ring_options import Dtype, Quant, RingOptions, options_of, partition_numbers, read_ring_file
 from swarm.ring.starter.ring_plan import RingPlan
+from swarm.ring.starter.worker_link import WorkerLink
+from swarm.ring.worker.device import device_name
 from swarm.server.limits import DEFAULT_CACHE_TOKENS
 from swarm.shared_weights.checkpoint_parts import CheckpointParts
 from swarm.shared_weights.manifest import all_parts
@@ -273,3 +277,52 @@ class _RunningRing:
                     f"Worker {link.line} was not reached; it ends its part by itself within a few minutes"
                 )
         await self._stack.aclose()
+
+
+REACH_TIMEOUT_S = 15.0
+
+
+def unpair(options: RingOptions) -> dict[WorkerLine, bool]:
+    """End the pairing with the workers of a ring that does not run. Whether each was reached.
+
+    Raises:
+        PairingRefused: a worker has another starter; the subclass says so.
+        FolderInUse: the ring runs.
+    """
+    folder = LockedFolder(options.folder or default_folder(FOLDER), "ring")
+    try:
+        return uvloop.run(_unpair(options, folder))
+    finally:
+        folder.close()
+
+
+async def _unpair(options: RingOptions, folder: LockedFolder) -> dict[WorkerLine, bool]:
+    peer = await start_peer(folder.path, options.host_maddrs, options.announce_maddrs, None, options.membership)
+    try:
+        for line in options.workers:
+            peer.learn_addresses(line.peer_id, line.addresses)
+        links = [
+            WorkerLink(line, peer.peer_id, device_name(options.name), peer.open_worker_stream)
+            for line in options.workers
+        ]
+        return dict(zip(options.workers, await asyncio.gather(*map(_unpair_one, links)), strict=True))
+    finally:
+        await peer.shutdown()
+
+
+async def _unpair_one(link: WorkerLink) -> bool:
+    there = asyncio.Event()
+    link.on_change = lambda changed: there.set()
+    talking = asyncio.create_task(link.run())
+    try:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(REACH_TIMEOUT_S):
+                while not link.is_connected:
+                    await there.wait()
+                    there.clear()
+                    if isinstance(link.error, PairingRefused):
+                        raise link.error
+        return await link.release(unpair=True)
+    finally:
+        talking.cancel()
+        await asyncio.gather(talking, return_exceptions=True)

@@ -1,15 +1,24 @@
-"""What the person who starts a ring says about it, from the command line, from Python, or from a file."""
+"""What the person who starts a ring says about it, from the command line, from Python, or from a YAML file.
+
+`swarm ring --save` writes the file, and `swarm ring FILE` starts the ring again. It holds the workers' lines, which are
+secrets, so only its owner may read it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Any, Literal
 
-from swarm.errors import InvalidOption, PartitionError
+import msgspec
+import yaml
+
+from swarm.common.files import yaml_file
+from swarm.common.files.atomic_file import replace_file
+from swarm.errors import InvalidOption, PartitionError, RingFileError
 from swarm.membership.invite import Invite
-from swarm.ring.pairing import WorkerLine, require_same_lock
+from swarm.ring.pairing import WorkerLine, parse_lines, require_same_lock
 from swarm.ring.starter.ring_plan import MAX_WORKERS, parse_partition
 from swarm.server.limits import DEFAULT_CACHE_TOKENS
 
@@ -77,3 +86,81 @@ def partition_numbers(value: str | Sequence[int] | None) -> tuple[int, ...] | No
     if value is None or isinstance(value, str):
         return parse_partition(value) if value is not None else None
     return parse_partition("+".join(map(str, value)))
+
+
+HEADING = (
+    "# A ring of devices: `swarm ring THIS_FILE` starts it. The lines of the workers are secrets, like passwords.\n"
+)
+
+
+class RingFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """The whole file; see `RingOptions`.
+
+    Attributes:
+        workers: the lines that `swarm worker` printed, in the order of the partition.
+        partition: the starter's blocks, and those of each worker; None for the fastest plan.
+    """
+
+    workers: Annotated[tuple[str, ...], msgspec.Meta(min_length=1, max_length=MAX_WORKERS)]
+    model: str | None = None
+    revision: str | None = None
+    partition: tuple[Annotated[int, msgspec.Meta(ge=0, le=9999)], ...] | None = None
+    dtype: Dtype = "auto"
+    quant: Quant = "none"
+    cache_tokens: Annotated[int, msgspec.Meta(ge=1, le=2**40)] = DEFAULT_CACHE_TOKENS
+    threads: Annotated[int, msgspec.Meta(ge=1, le=4096)] | None = None
+    cache_dir: str | None = None
+
+
+def is_ring_file(argument: str | None) -> bool:
+    """Whether an argument that may be a model is the name of such a file."""
+    return argument is not None and argument.endswith((".yaml", ".yml")) and not Path(argument).is_dir()
+
+
+def read_ring_file(path: Path) -> RingFile:
+    """Read and check a file. Raises `RingFileError`, which names the field."""
+    return yaml_file.read_file(path, parse_ring_file, "description of a ring", RingFileError)
+
+
+def parse_ring_file(data: bytes) -> RingFile:
+    """Read and check the content of a file. Raises `RingFileError`, which names the field."""
+    return yaml_file.parse_yaml(data, RingFile, RingFileError)
+
+
+def write_ring_file(path: Path, options: RingOptions) -> None:
+    """Write what starts a ring again; a file that is there is replaced. Raises `RingFileError`."""
+    described = RingFile(
+        workers=tuple(worker.to_line() for worker in options.workers),
+        model=options.model,
+        revision=options.revision,
+        partition=options.partition,
+        dtype=options.dtype,
+        quant=options.quant,
+        cache_tokens=options.cache_tokens,
+        threads=options.threads,
+        cache_dir=str(options.cache_dir) if options.cache_dir is not None else None,
+    )
+    fields = {name: list(value) if isinstance(value, tuple) else value for name, value in _fields(described).items()}
+    body: str = yaml.safe_dump(fields, sort_keys=False, allow_unicode=True, width=10_000)
+    try:
+        replace_file(path, (HEADING + body).encode())
+    except OSError as error:
+        raise RingFileError(f"--save {path} cannot be written: {error.strerror}") from None
+
+
+def options_of(described: RingFile, others: Mapping[str, Any] | None = None) -> RingOptions:
+    """The ring that a file describes. Raises as `RingOptions`.
+
+    Args:
+        others: fields of `RingOptions` that take the place of the file's.
+    """
+    fields = {name: getattr(described, name) for name in described.__struct_fields__}
+    fields["workers"] = parse_lines(described.workers)
+    fields["cache_dir"] = Path(described.cache_dir) if described.cache_dir is not None else None
+    return RingOptions(**(fields | dict(others or {})))
+
+
+def _fields(described: RingFile) -> dict[str, object]:
+    found: dict[str, object] = msgspec.to_builtins(described)
+    order = ("model", "revision", "partition", "workers")
+    return {name: found[name] for name in (*order, *found) if name in found}

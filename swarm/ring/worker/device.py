@@ -116,9 +116,7 @@ async def find_speed(folder: Path, device: str, threads: int | None, *, again: b
         SwarmError: the measurement failed.
     """
     path = folder / SPEED_FILE
-    conditions = ", ".join(
-        [device, str(threads), f"swarm {VERSION}", f"torch {version('torch')}", socket.gethostname()]
-    )
+    conditions = measurement_conditions(device, threads)
     kept = _read(path)
     # The free memory of a GPU changes, so it is looked at whenever a worker starts.
     if kept is not None and kept.conditions == conditions and kept.speed.memory is None and not again:

@@ -159,7 +159,7 @@ class WorkerLife:
         self._end_grace()
 
     async def _pair(self, stream: Stream) -> None:
-        challenge = messages.WorkerChallenge(new_nonce(), self._secret is not None)
+        challenge = messages.WorkerChallenge(new_nonce())
         await stream.send(challenge)
         request, _ = await receive(stream, PAIRING_TIMEOUT_S, max_payload=0)
         if not isinstance(request, messages.PairRequest):

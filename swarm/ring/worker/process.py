@@ -12,14 +12,12 @@ from swarm.common.console import MEMBERSHIP_VARIABLE, addresses_of_all_interface
 from swarm.errors import SwarmError
 from swarm.membership.invite import Invite
 from swarm.protocol.messages import DeviceReport
-from swarm.ring.joining import start_peer
-from swarm.ring.own_addresses import any_port, port_of, told_addresses
+from swarm.ring.joining import any_port, port_of, start_peer, told_addresses
 from swarm.ring.pairing import WorkerLine
 from swarm.ring.worker.device import Device, device_name, find_speed
-from swarm.ring.worker.duty import ServerOptions, WorkerDuty
+from swarm.ring.worker.duty import ServerOptions, WorkerDuty, WorkerWeights
 from swarm.ring.worker.life import WorkerLife, WorkerStatus
 from swarm.ring.worker.memory import WorkerMemory
-from swarm.ring.worker.weights import WorkerWeights
 from swarm.transport.p2p import Peer
 
 

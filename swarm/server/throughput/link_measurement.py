@@ -195,6 +195,6 @@ class LinkMeasurement:
         while True:
             try:
                 await self.measure_once()
-            except Exception as error:  # whatever one round raises, the next one may succeed
+            except Exception as error:  # noqa: BLE001  (whatever one round raises, the next one may succeed)
                 logger.debug("the links to other servers were not measured: %r", error)
             await asyncio.sleep(self._period)

@@ -17,9 +17,8 @@ from hivemind.p2p import PeerID
 from hivemind.p2p.p2p_daemon import P2PContext
 
 from swarm.errors import MembershipNotProven, NotAMember
-from swarm.membership.certificates import MAX_CERTIFICATE_BYTES
+from swarm.membership.certificates import MAX_CERTIFICATE_BYTES, Purpose
 from swarm.membership.membership import NONCE_BYTES, Membership, Statement
-from swarm.membership.signatures import Purpose
 
 MAX_AGE_S = 60.0
 """How old a request may be when it arrives, or how far the clocks may differ."""

@@ -12,10 +12,8 @@ import secrets
 from typing import TypeVar
 
 from swarm.errors import MembershipNotProven, NotAMember, ProtocolViolation, remote_error
-from swarm.membership.certificates import Certificate
+from swarm.membership.certificates import MAX_LIST_BYTES, Certificate, Purpose
 from swarm.membership.membership import NONCE_BYTES, Membership, Statement
-from swarm.membership.revocations import MAX_LIST_BYTES
-from swarm.membership.signatures import Purpose
 from swarm.protocol import messages
 from swarm.protocol.messages import HandshakeMessage, MemberChallenge, MemberProof, NewerRevocations
 from swarm.transport.stream import Stream

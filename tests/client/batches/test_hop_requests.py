@@ -17,7 +17,6 @@ from swarm.errors import AdapterRefused, PeerLost, PeerTimeout, ProtocolViolatio
 from swarm.models.adapters.block_adapter import BlockAdapterWeights
 from swarm.protocol import messages
 from swarm.protocol.compression import decode_tensor, pack_gradients
-from swarm.transport.memory import MemoryNetwork
 from tests.client.fakes import (
     BAD_REPLIES,
     HIDDEN,
@@ -35,6 +34,7 @@ from tests.client.fakes import (
     run,
 )
 from tests.client.hops.test_hop_session import cases, remote_errors
+from tests.memory_hub import MemoryNetwork
 
 NOTHING = PackedAdapter()
 PROMPTED = pack_adapter({1: BlockAdapterWeights(torch.arange(8.0).view(2, HIDDEN))})

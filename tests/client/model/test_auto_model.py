@@ -19,7 +19,7 @@ from swarm.errors import (
     UnknownWeights,
     UnsupportedModel,
 )
-from tests.swarms import run_client, run_swarm
+from tests.swarms import run_client, run_swarm, write_digests
 from tests.zoo import PROMPTS, make_checkpoint
 
 NOBODY = "/ip4/127.0.0.1/tcp/9/p2p/QmNLei78zWmzUdbeRB3CiUfAizWUrbeeZh5K1rhAQKCh51"
@@ -33,12 +33,13 @@ def test_it_loads_embeddings_norm_and_head_only(tmp_path: Path) -> None:
     folder = make_checkpoint("llama", tmp_path, max_shard_size="20KB")
     index = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
     own = {file for name, file in index.items() if ".layers." not in name}
+    digests = write_digests(folder, tmp_path / "digests.json")
     with run_swarm(folder, ("0:6",)) as swarm:
         for file in set(index.values()) - own:
             (folder / file).unlink()  # shards that hold nothing but blocks
-        with pytest.raises(UnknownWeights, match="--trust-on-first-use"):
+        with pytest.raises(UnknownWeights, match="--digests FILE"):
             swarm.client()
-        with run_client(swarm, trust_on_first_use=True) as model:
+        with run_client(swarm, digests=digests) as model:
             names = {name for name, _ in model.named_parameters()}
             assert {name for name in index if ".layers." not in name} >= names
             assert not any(".layers." in name for name in names)

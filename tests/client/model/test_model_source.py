@@ -57,15 +57,14 @@ def test_peers_are_asked_at_once_if_they_are_the_source(peers):
     assert peers == [("org/model", 4)]
 
 
-@pytest.mark.parametrize("network", [{}, {"weights_from": "hub", "trust_on_first_use": True}])
+@pytest.mark.parametrize("network", [{}, {"weights_from": "hub", "digests": DEMO_FOLDER / "digests.json"}])
 def test_where_nothing_is_believed_or_the_hub_is_asked_for_no_peer_is_asked(no_hub, peers, network):
     with pytest.raises(HubUnreachable, match=r"^the hub does not answer$"):
         source(**network).open()
     assert not peers
 
 
-@pytest.mark.parametrize("network", [{"trust_on_first_use": True}, {"digests": DEMO_FOLDER / "digests.json"}])
-def test_what_peers_say_is_told_with_what_the_hub_said(no_hub, peers, network):
+def test_what_peers_say_is_told_with_what_the_hub_said(no_hub, peers):
     with pytest.raises(HubUnreachable, match=r"the hub does not answer\. Nor can it be had from peers: no peer shares"):
-        source(**network).open()
+        source(digests=DEMO_FOLDER / "digests.json").open()
     assert peers == [("org/model", None)]

@@ -19,7 +19,6 @@ from swarm.errors import NotFinite, PeerLost, ProtocolViolation, UnknownAdapter
 from swarm.models.adapters.block_adapter import BlockAdapterWeights, LoraFactors
 from swarm.protocol import messages
 from swarm.protocol.adapter_encoding import unpack_adapters
-from swarm.transport.memory import MemoryNetwork
 from tests.client.fakes import (
     HIDDEN,
     INPUT,
@@ -34,6 +33,7 @@ from tests.client.fakes import (
     refusal,
     run,
 )
+from tests.memory_hub import MemoryNetwork
 
 UNKNOWN = refusal(UnknownAdapter("it has left"))
 PUT, FORWARD = messages.PutAdapters, messages.ForwardRequest

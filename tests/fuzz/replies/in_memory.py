@@ -24,7 +24,6 @@ from swarm.errors import RemoteError
 from swarm.models.adapters.block_adapter import BlockAdapterWeights
 from swarm.models.execution.gradients import forward_with_graph
 from swarm.models.execution.span_model import SpanModel
-from swarm.transport.memory import MemoryNetwork
 from swarm.transport.ping import measure_bandwidth, ping_many
 from tests import virtual_time
 from tests.bad_peers import LyingPeer
@@ -33,6 +32,7 @@ from tests.client.chains import BLOCKS, MAX_LENGTH, Conversation, Server, Swarm
 from tests.client.test_chain_faults import next_step
 from tests.client.test_exits_under_faults import EXIT, TERMS, Sure
 from tests.fuzz.replies.hostile_streams import HostileStream, Mischief
+from tests.memory_hub import MemoryNetwork
 
 HOSTILE = {"mean w": (0, 2), "mean x": (2, 4), "mean y": (4, 6), "mean z": (1, 5)}
 HONEST = {"a": (0, 3), "b": (3, 6), "c": (0, 6), "d": (0, 6)}

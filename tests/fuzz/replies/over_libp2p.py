@@ -24,7 +24,7 @@ from swarm import EarlyExit
 from swarm.client.config import NetworkOptions
 from swarm.client.model.auto_model import AutoDistributedModelForCausalLM
 from swarm.client.threads.network_thread import NetworkThread
-from swarm.models.checkpoints.whole_model import load_local_model
+from swarm.models.checkpoints.partial_loading import load_local_model
 from swarm.server.config import BlocksOption, ServerConfig
 from swarm.server.throughput.throughput_option import ThroughputOption
 from swarm.transport.p2p import P2PConfig

@@ -173,18 +173,15 @@ def test_the_index_cannot_name_pickled_weights(sharded):
         load(sharded, 0, 1)
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
+def test_an_index_that_is_none(sharded):
+    for content in [
         *("", "[]", "{}", "\xff", "[" * 10**5, '{"weight_map": null}', '{"weight_map": []}', '{"weight_map": ["ab"]}'),
         *('{"weight_map": {"a": 1}}', '{"weight_map": {"a": ".safetensors\\u0000"}}'),
         *('{"weight_map": [[5, "a.safetensors"]]}', '{"weight_map": {"a": "%s.safetensors"}}' % ("a" * 300)),
-    ],
-)
-def test_an_index_that_is_none(sharded, content):
-    (sharded / INDEX_FILE).write_bytes(content.encode("latin-1"))
-    with pytest.raises(CheckpointError):
-        load(sharded, 0, 1)
+    ]:
+        (sharded / INDEX_FILE).write_bytes(content.encode("latin-1"))
+        with pytest.raises(CheckpointError):
+            load(sharded, 0, 1)
 
 
 @pytest.mark.parametrize("name", ["." * 10**6, "model." * 10**5, "model.layers.0." + "a." * 10**5])
@@ -209,11 +206,11 @@ def test_files_that_would_fill_the_memory_are_not_read(sharded, file):
             open_checkpoint(sharded)
 
 
-@pytest.mark.parametrize("content", ["", "[]", "7", "{}", '{"model_type": "llama", "hidden_size": "wide"}', "\xff"])
-def test_a_config_that_is_none(single, content):
-    (single / "config.json").write_bytes(content.encode("latin-1"))
-    with pytest.raises(ModelNotFound, match=r"config\.json"):
-        open_checkpoint(single)
+def test_a_config_that_is_none(single):
+    for content in ["", "[]", "7", "{}", '{"model_type": "llama", "hidden_size": "wide"}', "\xff"]:
+        (single / "config.json").write_bytes(content.encode("latin-1"))
+        with pytest.raises(ModelNotFound, match=r"config\.json"):
+            open_checkpoint(single)
 
 
 def test_a_config_cannot_bring_its_own_code(single):
@@ -271,15 +268,14 @@ def test_the_name_and_the_revision_of_a_folder(single, sharded):
     assert open_checkpoint(single).revision == open_checkpoint(single).revision != open_checkpoint(sharded).revision
 
 
-@pytest.mark.parametrize(("start", "end"), [(0, 7), (6, 7), (3, 3), (-1, 2)])
-def test_spans_outside_of_the_model(single, start, end):
-    with pytest.raises(InvalidSpan, match="blocks 0:6"):
-        open_checkpoint(single).validate_span(start, end)
+def test_spans_outside_of_the_model(single):
+    for start, end in [(0, 7), (6, 7), (3, 3), (-1, 2)]:
+        with pytest.raises(InvalidSpan, match="blocks 0:6"):
+            open_checkpoint(single).validate_span(start, end)
 
 
-@pytest.mark.parametrize(
-    ("family", "name", "place", "head"),
-    [
+def test_where_a_tensor_belongs(tmp_path):
+    for family, name, place, head in [
         ("llama", "model.layers.3.mlp.up_proj.weight", (3, "mlp.up_proj.weight"), False),
         ("llama", "layers.0.input_layernorm.weight", (0, "input_layernorm.weight"), False),
         ("llama", "language_model.model.layers.5.mlp.weight", (5, "mlp.weight"), False),
@@ -291,12 +287,10 @@ def test_spans_outside_of_the_model(single, start, end):
         ("llama", "model.norm.weight", None, True),
         ("gpt2", "lm_head.weight", None, True),
         ("opt", "model.decoder.embed_positions.weight", None, True),
-    ],
-)
-def test_where_a_tensor_belongs(tmp_path, family, name, place, head):
-    checkpoint = open_checkpoint(make_checkpoint(family, tmp_path))
-    assert checkpoint.locate(name) == place
-    assert checkpoint.is_client_tensor(name) == head
+    ]:
+        checkpoint = open_checkpoint(make_checkpoint(family, tmp_path))
+        assert checkpoint.locate(name) == place
+        assert checkpoint.is_client_tensor(name) == head
 
 
 def test_generation_settings(single):
@@ -310,22 +304,23 @@ def test_generation_settings(single):
     assert checkpoint.generation_config() is None
 
 
-@pytest.mark.parametrize("name", ["temperature", "top_p", "top_k", "eos_token_id", "bos_token_id", "pad_token_id"])
-@pytest.mark.parametrize("value", ["x", "", {"a": 1}, [["a"]], ["x"], [0.5], 1e300, float("nan"), -2, 10**30, True])
-def test_generation_settings_that_no_request_could_use(single, name, value):
+def test_generation_settings_that_no_request_could_use(single):
     """They were taken, and each request to the model failed as if the gateway had a bug."""
-    (single / "generation_config.json").write_text(json.dumps({name: value}))
-    with pytest.raises(CheckpointError, match=r"generation_config\.json"):
-        open_checkpoint(single).generation_config()
+    for value in ["x", "", {"a": 1}, [["a"]], ["x"], [0.5], 1e300, float("nan"), -2, 10**30, True]:
+        for name in ["temperature", "top_p", "top_k", "eos_token_id", "bos_token_id", "pad_token_id"]:
+            (single / "generation_config.json").write_text(json.dumps({name: value}))
+            with pytest.raises(CheckpointError, match=r"generation_config\.json"):
+                open_checkpoint(single).generation_config()
 
 
-@pytest.mark.parametrize(
-    "values",
-    [{"temperature": 0.0, "top_k": 0}, {"eos_token_id": [1, 2], "pad_token_id": -1}, {"top_p": 1, "top_k": None}],
-)
-def test_generation_settings_that_models_have(single, values):
-    (single / "generation_config.json").write_text(json.dumps(values))
-    assert open_checkpoint(single).generation_config() is not None
+def test_generation_settings_that_models_have(single):
+    for values in [
+        {"temperature": 0.0, "top_k": 0},
+        {"eos_token_id": [1, 2], "pad_token_id": -1},
+        {"top_p": 1, "top_k": None},
+    ]:
+        (single / "generation_config.json").write_text(json.dumps(values))
+        assert open_checkpoint(single).generation_config() is not None
 
 
 def test_an_unsupported_family_is_refused_before_weights_are_looked_for(tmp_path):

@@ -26,9 +26,9 @@ def write(folder: Path, config: Any) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("family", sorted(zoo.TABLE))
-def test_configs_of_all_families_are_within_the_limits(family):
-    assert json_problem(json.loads(zoo.config_of(family).to_json_string(use_diff=False))) == ""
+def test_configs_of_all_families_are_within_the_limits():
+    for family in sorted(zoo.TABLE):
+        assert json_problem(json.loads(zoo.config_of(family).to_json_string(use_diff=False))) == ""
 
 
 def test_default_configs_of_transformers_are_within_the_limits():
@@ -44,9 +44,8 @@ def test_default_configs_of_transformers_are_within_the_limits():
     assert checked > 100
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
+def test_a_size_that_no_model_has(tmp_path):
+    for name, value in [
         ("num_hidden_layers", 10**12),
         ("num_hidden_layers", MAX_BLOCKS + 1),
         ("num_hidden_layers", 0),
@@ -66,11 +65,9 @@ def test_default_configs_of_transformers_are_within_the_limits():
         ("layer_types", ["full_attention"] * (MAX_ENTRIES + 1)),
         ("rope_scaling", {"factor": 10**80}),
         ("hidden_act", "no such function"),
-    ],
-)
-def test_a_size_that_no_model_has(tmp_path, name, value):
-    with pytest.raises(UsageError):
-        _ = open_checkpoint(write(tmp_path, {**DEMO, name: value})).structure
+    ]:
+        with pytest.raises(UsageError):
+            _ = open_checkpoint(write(tmp_path, {**DEMO, name: value})).structure
 
 
 def test_infinities_where_they_are_no_size(tmp_path):
@@ -79,17 +76,17 @@ def test_infinities_where_they_are_no_size(tmp_path):
     assert open_checkpoint(folder).blocks == DEMO["num_hidden_layers"]
 
 
-@pytest.mark.parametrize("value", [float("inf"), float("nan")])
-@pytest.mark.parametrize("name", ["num_hidden_layers", "intermediate_size"])
-def test_a_size_that_is_no_number(tmp_path, name, value):
-    with pytest.raises(UsageError, match=name):
-        open_checkpoint(write(tmp_path, json.dumps({**DEMO, name: value})))
+def test_a_size_that_is_no_number(tmp_path):
+    for name in ["num_hidden_layers", "intermediate_size"]:
+        for value in [float("inf"), float("nan")]:
+            with pytest.raises(UsageError, match=name):
+                open_checkpoint(write(tmp_path, json.dumps({**DEMO, name: value})))
 
 
-@pytest.mark.parametrize("text", ["[" * 10**5, '{"a":' * 10**5, '{"a": NaN}', "[]", " " * (MAX_CONFIG_BYTES + 1), ""])
-def test_a_file_that_is_no_config(tmp_path, text):
-    with pytest.raises(UsageError, match=r"config\.json"):
-        open_checkpoint(write(tmp_path, text))
+def test_a_file_that_is_no_config(tmp_path):
+    for text in ["[" * 10**5, '{"a":' * 10**5, '{"a": NaN}', "[]", " " * (MAX_CONFIG_BYTES + 1), ""]:
+        with pytest.raises(UsageError, match=r"config\.json"):
+            open_checkpoint(write(tmp_path, text))
 
 
 VALUES = st.one_of(
@@ -113,22 +110,6 @@ def test_a_changed_config_is_used_or_refused(tmp_path_factory, changes, family):
     try:
         checkpoint = open_checkpoint(write(folder, {**DEMO, "model_type": family, **changes}))
         assert len(checkpoint.structure.block_parameters) == checkpoint.blocks <= MAX_BLOCKS
-    except SwarmError:
-        pass
-    finally:
-        shutil.rmtree(folder)
-
-
-@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.lists(st.tuples(st.integers(0, 2000), st.integers(0, 255)), min_size=1, max_size=8), st.integers(0, 2000))
-def test_a_config_with_changed_bytes_is_used_or_refused(tmp_path_factory, changes, cut):
-    folder = tmp_path_factory.mktemp("config")
-    data = bytearray((DEMO_FOLDER / "config.json").read_bytes())
-    for place, value in changes:
-        data[place % len(data)] = value
-    (folder / "config.json").write_bytes(data[: max(cut, len(data) // 2)])
-    try:
-        _ = open_checkpoint(folder).structure
     except SwarmError:
         pass
     finally:

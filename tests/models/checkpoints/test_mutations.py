@@ -23,8 +23,7 @@ from swarm.data_structures import Span
 from swarm.errors import CheckpointError, DigestFileError, UsageError
 from swarm.models.blockless_model import load_blockless_model
 from swarm.models.checkpoints.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint, open_checkpoint
-from swarm.models.checkpoints.digest_file import encode_digest_file, read_digest_file
-from swarm.models.checkpoints.known_digests import known_digests
+from swarm.models.checkpoints.known_digests import encode_digest_file, known_digests, read_digest_file
 from swarm.models.checkpoints.partial_loading import resolve_dtype
 from swarm.models.checkpoints.safetensors_header import parse_header
 from swarm.models.exits.trained_exits import EXITS_FILE, BaseModel, ExitClassifier, ExitLens, TrainedExits
@@ -155,7 +154,7 @@ def test_a_changed_header_of_tensors(tmp_path_factory, originals, changes, place
             if is_loaded:
                 load(open_checkpoint(folder))
         with suppress(ValueError, RecursionError):
-            parse_header(data)  # as it is read from the hub
+            parse_header(data)
 
 
 @settings(max_examples=40)

@@ -67,12 +67,6 @@ def test_a_folder_without_the_file_is_no_folder_of_parts(tmp_path):
     assert read_part_folder(tmp_path / "file") is None
 
 
-@given(data=st.binary(max_size=100))
-def test_garbage_never_raises_anything_else(folder, data):
-    with pytest.raises((ValueError, RecursionError)):
-        read(folder, data)
-
-
 @given(changes=st.dictionaries(st.sampled_from([*RIGHT, "more"]), values, min_size=1, max_size=3))
 @settings(max_examples=200)
 def test_any_values_never_raise_anything_else(folder, changes):
@@ -80,9 +74,8 @@ def test_any_values_never_raise_anything_else(folder, changes):
         assert isinstance(read(folder, spoiled(**changes)), PartFolder)
 
 
-@pytest.mark.parametrize(
-    "file",
-    [
+def test_no_file_lies_elsewhere(folder):
+    for file in [
         "../x.safetensors",
         "/etc/x.safetensors",
         "a/b.safetensors",
@@ -98,16 +91,13 @@ def test_any_values_never_raise_anything_else(folder, changes):
         "",
         "..",
         "swarm-parts.json",
-    ],
-)
-def test_no_file_lies_elsewhere(folder, file):
-    with pytest.raises(ValueError, match="not of the form"):
-        read(folder, spoiled(tensors={file: ["a"]}))
+    ]:
+        with pytest.raises(ValueError, match="not of the form"):
+            read(folder, spoiled(tensors={file: ["a"]}))
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
+def test_what_breaks_the_schema(folder):
+    for changes in [
         {"format": 2},
         {"format": True},
         {"blocks": 0},
@@ -122,17 +112,9 @@ def test_no_file_lies_elsewhere(folder, file):
         {"tensors": {"client.safetensors": [1]}},
         {"tensors": {"client.safetensors": ["a" * (MAX_NAME_CHARACTERS + 1)]}},
         {"more": 1},
-    ],
-    ids=str,
-)
-def test_what_breaks_the_schema(folder, changes):
-    with pytest.raises(ValueError, match=r"expected|unknown field|surrogates"):
-        read(folder, spoiled(**changes))
-
-
-def test_what_is_nested_too_deep(folder):
-    with pytest.raises((ValueError, RecursionError)):
-        read(folder, b"[" * 100_000)
+    ]:
+        with pytest.raises(ValueError, match=r"expected|unknown field|surrogates"):
+            read(folder, spoiled(**changes))
 
 
 def test_a_file_that_is_too_large(folder, monkeypatch):

@@ -47,9 +47,9 @@ def test_the_library_reads_what_is_written(described):
                 assert (found.dtype, tuple(found.shape)) == (DTYPES[dtype], shape)
         stored = read_header(path)
     for name, dtype, shape in described:
-        assert (stored[name].dtype_name, stored[name].form.shape) == (dtype, shape)
+        assert (stored[name].dtype, stored[name].shape) == (dtype, shape)
         assert stored[name].offset == position
-        position += stored[name].form.size_bytes
+        position += stored[name].size_bytes
 
 
 def test_values_lie_where_the_header_says(tmp_path):
@@ -73,12 +73,10 @@ def test_garbage_is_refused(data):
         parse_header(data)
 
 
-@pytest.mark.parametrize(
-    "start", [b"", bytes(7), bytes(8), (1).to_bytes(8, "little"), (MAX_HEADER_BYTES + 1).to_bytes(8, "little")]
-)
-def test_lengths_that_no_header_has(start):
-    with pytest.raises(ValueError, match=r"too short|whole number"):
-        header_length(start)
+def test_lengths_that_no_header_has():
+    for start in [b"", bytes(7), bytes(8), (1).to_bytes(8, "little"), (MAX_HEADER_BYTES + 1).to_bytes(8, "little")]:
+        with pytest.raises(ValueError, match=r"too short|whole number"):
+            header_length(start)
 
 
 def test_an_unknown_dtype_is_refused():

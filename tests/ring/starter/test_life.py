@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from swarm.errors import NotEnoughMemory, PartitionError, WorkerFailed, WorkerUnreachable, WrongSecret
 from swarm.ring.starter.life import START_VANISHED_S, VANISHED_S
 from swarm.ring.worker.life import GRACE_S
-from swarm.transport.memory import MemoryHub
 from tests import virtual_time
+from tests.memory_hub import MemoryHub
 from tests.ring.rings import BLOCK_BYTES, BLOCKS, FakeDuty, MemoryWorker, starter, until
 
 

@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 import itertools
+import stat
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from swarm.data_structures import Span
-from swarm.errors import NotEnoughMemory, PartitionError
+from swarm.errors import NotEnoughMemory, PartitionError, RingFileError, WorkerLineError
 from swarm.planning.device_group import ModelSize
 from swarm.protocol.messages import Holding
+from swarm.ring.pairing import WorkerLine
+from swarm.ring.starter.ring_options import (
+    RingOptions,
+    is_ring_file,
+    options_of,
+    parse_ring_file,
+    partition_numbers,
+    read_ring_file,
+    write_ring_file,
+)
 from swarm.ring.starter.ring_plan import (
     RingDevice,
     RingGroup,
@@ -103,10 +114,10 @@ def test_a_told_plan_that_does_not_fit_is_refused(text, said):
         told_plan(ring_of(device("a"), device("b")), parse_partition(text))
 
 
-@pytest.mark.parametrize("text", ["", "12", "a+b", "2+", "+2", "2++5", "2+-1", "2 + 5", "2+5.0", "99999+1"])
-def test_what_is_no_partition_is_refused(text):
-    with pytest.raises(PartitionError, match="numbers of blocks such as"):
-        parse_partition(text)
+def test_what_is_no_partition_is_refused():
+    for text in ["", "12", "a+b", "2+", "+2", "2++5", "2+-1", "2 + 5", "2+5.0", "99999+1"]:
+        with pytest.raises(PartitionError, match="numbers of blocks such as"):
+            parse_partition(text)
 
 
 def test_a_device_that_is_too_small_is_named():
@@ -123,9 +134,8 @@ def test_a_ring_is_taken_up_again_as_it_is():
     assert spans(plan) == {"a": "2:7", "b": "7:12"}
 
 
-@pytest.mark.parametrize(
-    "held",
-    [
+def test_pieces_of_rings_are_not_taken_up():
+    for held in [
         {},
         {"a": None},
         {"a": Holding("m", "r", 2, 7)},
@@ -134,28 +144,23 @@ def test_a_ring_is_taken_up_again_as_it_is():
         {"a": Holding("m", "r", 2, 7), "b": Holding("m", "old", 7, 12)},
         {"a": Holding("m", "r", 2, 13)},
         {"a": Holding("m", "r", 12, 2)},
-    ],
-)
-def test_pieces_of_rings_are_not_taken_up(held):
-    assert resumed_plan(held, "m", "r", 12) is None
+    ]:
+        assert resumed_plan(held, "m", "r", 12) is None
 
 
 PLAN = RingPlan(2, (RingPart("a", Span(2, 6)), RingPart("b", Span(6, 9)), RingPart("c", Span(9, 12))))
 
 
-@pytest.mark.parametrize(
-    ("present", "expected"),
-    [
+def test_neighbors_take_the_blocks_of_one_that_vanished():
+    for present, expected in [
         ({"a", "c"}, {"a": "2:7", "c": "7:12"}),  # cut where both are as quick
         ({"a", "b"}, {"a": "2:6", "b": "6:12"}),
         ({"b", "c"}, {"b": "2:9", "c": "9:12"}),
         ({"b"}, {"b": "2:12"}),
-    ],
-)
-def test_neighbors_take_the_blocks_of_one_that_vanished(present, expected):
-    plan = replan(ring_of(device("a"), device("b"), device("c")), PLAN, present)
-    assert plan is not None
-    assert spans(plan) == expected
+    ]:
+        plan = replan(ring_of(device("a"), device("b"), device("c")), PLAN, present)
+        assert plan is not None
+        assert spans(plan) == expected
 
 
 def test_a_worker_without_blocks_steps_in():
@@ -213,3 +218,62 @@ def test_what_is_planned_anew_covers_all_blocks_and_fits(data):
         ring.group.place(ring.keys.index(part.worker), part.span.start, part.span.end) for part in plan.parts
     ):
         assert spans(found) == spans(plan)
+
+
+LINES = tuple(WorkerLine(f"QmWorker{n}", f"pi {n}", ("/ip4/10.0.0.1/tcp/1",), bytes(16)) for n in (1, 2))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        RingOptions(None, LINES),
+        RingOptions("org/model", LINES, (2, 5, 5), "main", "bfloat16", "int8", 2048, 4),
+    ],
+)
+def test_what_was_saved_starts_the_same_ring(options, tmp_path):
+    path = tmp_path / "ring.yaml"
+    write_ring_file(path, options)
+    assert options_of(read_ring_file(path)) == options
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+def test_the_command_line_takes_the_place_of_the_file(tmp_path):
+    path = tmp_path / "ring.yaml"
+    write_ring_file(path, RingOptions("m", LINES, (2, 5, 5)))
+    assert options_of(read_ring_file(path), {"partition": (4, 4, 4)}).partition == (4, 4, 4)
+
+
+def test_a_file_that_cannot_be_used_names_the_field():
+    for text, said in [
+        ("model: m", "workers"),
+        ("workers: []", "workers"),
+        ("workers: [x]\nmodell: m", "modell"),
+        ("workers: [x]\npartition: [2, -1]", "partition"),
+        ("workers: [x]\ndtype: float64", "dtype"),
+        ("- a", "object"),
+        ("a: b: c", "YAML"),
+    ]:
+        with pytest.raises(RingFileError, match=said):
+            parse_ring_file(text.encode())
+
+
+def test_lines_and_partitions_are_checked():
+    with pytest.raises(WorkerLineError):
+        options_of(parse_ring_file(b"workers: [nonsense]"))
+    with pytest.raises(PartitionError, match="needs 3"):
+        RingOptions(None, LINES, (6, 6))
+
+
+@given(st.lists(st.integers(0, 99), min_size=2, max_size=6))
+def test_a_partition_is_a_text_or_numbers(numbers):
+    assert partition_numbers(numbers) == partition_numbers("+".join(map(str, numbers))) == tuple(numbers)
+    assert partition_numbers(None) is None
+
+
+def test_a_model_is_not_taken_for_a_file(tmp_path):
+    (tmp_path / "model.yaml").mkdir()
+    assert is_ring_file("ring.yaml")
+    assert is_ring_file("some/ring.yml")
+    assert not is_ring_file(str(tmp_path / "model.yaml"))
+    assert not is_ring_file("org/model")
+    assert not is_ring_file(None)

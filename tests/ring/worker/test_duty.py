@@ -8,8 +8,7 @@ import pytest
 
 from swarm.errors import WorkerFailed
 from swarm.protocol.messages import Assign
-from swarm.ring.worker.duty import ServerOptions, WorkerDuty, server_arguments
-from swarm.ring.worker.server_process import ServerProcess
+from swarm.ring.worker.duty import ServerOptions, ServerProcess, WorkerDuty, server_arguments
 from swarm.server.__main__ import main as server_command
 
 ASSIGN = Assign(

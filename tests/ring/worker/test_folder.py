@@ -7,8 +7,8 @@ import stat
 import pytest
 
 from swarm.errors import FolderInUse, InvalidOption
+from swarm.ring.joining import any_port, port_of, told_addresses, with_peer_id
 from swarm.ring.locked_folder import LockedFolder
-from swarm.ring.own_addresses import any_port, port_of, told_addresses, with_peer_id
 from swarm.ring.worker.memory import FILE, WorkerMemory
 
 
@@ -34,13 +34,11 @@ def test_forgetting_makes_a_new_secret_and_keeps_the_port(tmp_path):
     assert forgotten.port == 4321
 
 
-@pytest.mark.parametrize(
-    "data", [b"", b"{}", b"nonsense", b'{"secret": "00"}', b'{"secret": "' + b"0" * 32 + b'", "x": 1}']
-)
-def test_a_file_that_cannot_be_used_is_said(tmp_path, data):
-    (tmp_path / FILE).write_bytes(data)
-    with pytest.raises(InvalidOption, match="remove it"):
-        WorkerMemory.read(tmp_path)
+def test_a_file_that_cannot_be_used_is_said(tmp_path):
+    for data in [b"", b"{}", b"nonsense", b'{"secret": "00"}', b'{"secret": "' + b"0" * 32 + b'", "x": 1}']:
+        (tmp_path / FILE).write_bytes(data)
+        with pytest.raises(InvalidOption, match="remove it"):
+            WorkerMemory.read(tmp_path)
 
 
 def test_a_folder_is_one_process_at_a_time(tmp_path):

@@ -12,8 +12,8 @@ from swarm.protocol import messages
 from swarm.ring.heartbeat import PAIRING_TIMEOUT_S, SILENCE_S
 from swarm.ring.starter.worker_link import WorkerLink
 from swarm.ring.worker.life import GRACE_S, MAX_PAIRING, WRONG_SECRETS, is_same_work
-from swarm.transport.memory import MemoryHub, MemoryNetwork
 from tests import virtual_time
+from tests.memory_hub import MemoryHub, MemoryNetwork
 from tests.ring.rings import STARTER, FakeDuty, MemoryWorker, until
 
 

@@ -9,9 +9,8 @@ from swarm.protocol.framing import encode_prefix
 from swarm.protocol.messages import ProbeReply, ProbeRequest, decode_client, decode_server, encode
 from swarm.server.sessions.pushing.push_link import PUSH_TIMEOUT_S
 from swarm.server.sessions.reply_stream import DISCARD_TIMEOUT_S, ReplyStream
-from swarm.transport import memory
-from swarm.transport.memory import MemoryHub, stream_pair
-from tests import virtual_time
+from tests import memory_hub, virtual_time
+from tests.memory_hub import MemoryHub, stream_pair
 
 PAUSE = 0.5
 
@@ -75,7 +74,7 @@ def test_a_peer_that_is_gone_shows_at_the_next_frame():
 
 
 def test_a_peer_that_does_not_read_a_later_frame_is_given_up_in_the_same_time(monkeypatch):
-    monkeypatch.setattr(memory, "MAX_UNREAD_BYTES", 0)
+    monkeypatch.setattr(memory_hub, "MAX_UNREAD_BYTES", 0)
 
     hub = MemoryHub()
 

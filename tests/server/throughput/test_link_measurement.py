@@ -25,10 +25,10 @@ from swarm.server.throughput.link_measurement import (
     choose_peers_to_ping,
     next_hop_candidates,
 )
-from swarm.transport.memory import MemoryHub, MemoryNetwork
 from swarm.transport.ping import Bandwidth
 from swarm.transport.stream import Stream
 from tests.infos import server_info
+from tests.memory_hub import MemoryHub, MemoryNetwork
 
 PATIENCE = 60.0
 HELD = Span(0, 2)

@@ -9,8 +9,8 @@ from swarm.membership.membership import Membership
 from swarm.protocol import messages
 from swarm.transport.members import gate as module
 from swarm.transport.members.gate import MAX_UNPROVEN_OF_PEER, MemberGate
-from swarm.transport.memory import stream_pair
 from tests.members import TestAuthority
+from tests.memory_hub import stream_pair
 
 PATIENCE_S = 20.0
 

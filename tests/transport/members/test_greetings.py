@@ -10,8 +10,8 @@ from swarm.membership.membership import Membership
 from swarm.transport.members import greetings as module
 from swarm.transport.members.gate import MemberGate
 from swarm.transport.members.greetings import Greetings, greet_all, require_welcome
-from swarm.transport.memory import MemoryHub, MemoryNetwork
 from tests.members import TestAuthority
+from tests.memory_hub import MemoryHub, MemoryNetwork
 
 PATIENCE_S = 30.0
 

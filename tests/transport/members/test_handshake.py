@@ -22,8 +22,8 @@ from swarm.errors import (
 from swarm.membership.membership import Membership
 from swarm.protocol import messages
 from swarm.transport.members.handshake import admit_dialer, prove_as_dialer
-from swarm.transport.memory import stream_pair
 from tests.members import TestAuthority
+from tests.memory_hub import stream_pair
 
 AUTHORITY = TestAuthority()
 PATIENCE_S = 20.0

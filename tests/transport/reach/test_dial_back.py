@@ -16,7 +16,6 @@ from swarm.protocol import messages
 from swarm.protocol.framing import encode_prefix
 from swarm.protocol.messages import DialBackReply, DialBackRequest
 from swarm.protocol.messages.reachability import MAX_PORTS
-from swarm.transport.memory import stream_pair
 from swarm.transport.reach.dial_back import (
     ASK_TIMEOUT_S,
     BURST,
@@ -29,6 +28,7 @@ from swarm.transport.reach.dial_back import (
 )
 from swarm.transport.reach.verdict import DialReport
 from tests import virtual_time
+from tests.memory_hub import stream_pair
 
 HOST = "81.2.69.142"
 FROM = f"/ip4/{HOST}/tcp/50123"

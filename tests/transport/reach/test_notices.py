@@ -11,9 +11,9 @@ from hivemind.p2p import PeerID
 
 from swarm.errors import PeerLost, RequestRefused
 from swarm.protocol import messages
-from swarm.transport.memory import stream_pair
 from swarm.transport.reach.notices import BURST, BURST_OF_NETWORK, PEER_PERIOD_S, Notices
 from tests import virtual_time
+from tests.memory_hub import stream_pair
 from tests.transport.reach.fakes import peer_id
 
 OWN, HOME, FIRST, SECOND = (peer_id(name) for name in ("own", "home", "first", "second"))

@@ -14,7 +14,6 @@ from swarm.dht.server_records import decode_announcement, encode_announcement
 from swarm.errors import PeerLost, RequestRefused
 from swarm.protocol import messages
 from swarm.protocol.messages import DialBackReply
-from swarm.transport.memory import stream_pair
 from swarm.transport.reach import reachability as module
 from swarm.transport.reach.address_book import AddressBook
 from swarm.transport.reach.reachability import (
@@ -31,6 +30,7 @@ from swarm.transport.reach.relay_places import BEAT_PERIOD_S, BEAT_TIMEOUT_S, HU
 from swarm.transport.reach.verdict import Reach
 from tests import virtual_time
 from tests.infos import server_info
+from tests.memory_hub import stream_pair
 from tests.transport.reach.fakes import FakeNetwork, FakeRelay, peer_id
 
 HOST, LAN, SIX = "81.2.69.142", "192.168.0.7", "2a02:8071:b783::1"

@@ -21,9 +21,9 @@ from swarm.server.sessions.pushing.push_link import (
 )
 from swarm.server.sessions.session import LINK_TIMEOUT_S
 from swarm.server.sessions.session_table import RECONNECT_TIMEOUT_S
-from swarm.transport import memory
-from swarm.transport.memory import MemoryNetwork
 from swarm.transport.stream import Stream
+from tests import memory_hub
+from tests.memory_hub import MemoryNetwork
 from tests.server.conversations import (
     HIDDEN,
     OPEN,
@@ -449,7 +449,7 @@ def test_a_next_server_that_cannot_be_connected_to_costs_a_wait_once(model):
 
 
 def test_a_next_server_that_reads_nothing_costs_a_wait_once(model, monkeypatch):
-    monkeypatch.setattr(memory, "MAX_UNREAD_BYTES", 100)
+    monkeypatch.setattr(memory_hub, "MAX_UNREAD_BYTES", 100)
 
     async def act(server):
         client, _ = await with_next(server)

@@ -1,4 +1,4 @@
-"""A network of peers in one process, for tests: the same `Stream` without sockets or a daemon, and faults on demand.
+"""A network of peers in one process: the same `Stream` without sockets or a daemon, and faults on demand.
 
 Time is the running loop's time, so delays also work on a virtual clock. A fault looks to the other peers as it would on
 a real network: the streams of a killed peer end, the streams of a hanging peer stay open and silent.

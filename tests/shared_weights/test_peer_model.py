@@ -1,21 +1,24 @@
-"""A model of which nothing is here but what peers say and send, with liars and silent ones among them."""
+"""A model of which nothing is here but what peers say and send."""
 
 from __future__ import annotations
 
 import asyncio
+import random
 import time
+from types import SimpleNamespace
 
 import pytest
 
-from swarm.errors import UnknownWeights, WeightsUnavailable
+from swarm.data_structures import ModelInfo, ServerState
+from swarm.errors import DhtError, UnknownWeights, WeightsUnavailable
 from swarm.protocol import messages
+from swarm.shared_weights import peer_model
 from swarm.shared_weights.checkpoint_parts import CheckpointParts
-from swarm.shared_weights.fetcher import MAX_HOLDERS
-from swarm.shared_weights.holder_stream import FIND_TIMEOUT_S
-from swarm.shared_weights.manifest import CLIENT, FILES, all_parts
-from swarm.shared_weights.peer_model import PeerModel
-from swarm.shared_weights.trust import TrustedParts, trusted_at_first_use, trusted_by_file
+from swarm.shared_weights.manifest import FILES, all_parts
+from swarm.shared_weights.peer_model import REFRESH_S, PeerModel, SharersOfModel, find_model, sharers
+from swarm.shared_weights.trust import TrustedParts
 from tests import virtual_time
+from tests.infos import server_info
 from tests.shared_weights import bad_holders as bad
 from tests.shared_weights.peers import BLOCKS, NAME, make_checkpoint, network
 
@@ -53,75 +56,6 @@ def with_peers(scenario, **handlers) -> float:
 def trusted(parts: CheckpointParts, names=PARTS) -> TrustedParts:
     digests = parts.manifests().digests
     return TrustedParts(parts.checkpoint.revision, BLOCKS, {name: digests[name] for name in names})
-
-
-def test_what_all_say_is_pinned_and_silent_ones_are_not_waited_for_one_after_the_other(parts, tmp_path):
-    path = tmp_path / "pinned" / "parts.json"
-
-    async def scenario(open_stream, find):
-        found = await trusted_at_first_use(NAME, None, open_stream, find, path)
-        assert found == trusted(parts)
-
-    half = bad.holder(parts, bad.honest, offered=(FILES, CLIENT))
-    rest = bad.holder(parts, bad.honest, offered=("0", "1", "2"))
-    silent_ones = {f"silent{number}": silent for number in range(2 * MAX_HOLDERS - 2)}
-    assert with_peers(scenario, one=half, two=rest, **silent_ones) <= FIND_TIMEOUT_S + 1
-    assert trusted_by_file(NAME, path) == trusted(parts)
-
-
-def test_no_more_peers_are_asked_than_are_needed(parts):
-    asked = 0
-
-    async def counted(stream):
-        nonlocal asked
-        asked += 1
-        await bad.holder(parts, bad.honest)(stream)
-
-    async def scenario(open_stream, find):
-        await trusted_at_first_use(NAME, None, open_stream, find, None)
-
-    with_peers(scenario, **{f"peer{number}": counted for number in range(50)})
-    assert asked == 2 * MAX_HOLDERS
-
-
-def test_one_liar_is_enough_for_none_to_be_believed_and_nothing_is_pinned(parts, other, tmp_path):
-    path = tmp_path / "parts.json"
-
-    async def scenario(open_stream, find):
-        with pytest.raises(UnknownWeights, match="disagree"):
-            await trusted_at_first_use(NAME, None, open_stream, find, path)
-
-    honest = {f"honest{number}": bad.holder(parts, bad.honest) for number in range(4)}
-    with_peers(scenario, **honest, liar=bad.holder(other, bad.honest))
-    assert not path.exists()
-
-
-def test_what_was_pinned_is_used_though_no_peer_answers_and_is_not_replaced(parts, other, tmp_path):
-    path = tmp_path / "parts.json"
-
-    async def first(open_stream, find):
-        await trusted_at_first_use(NAME, None, open_stream, find, path)
-
-    async def again(open_stream, find):
-        assert await trusted_at_first_use(NAME, None, open_stream, find, path) == trusted(parts)
-
-    async def replaced(open_stream, find):
-        with pytest.raises(UnknownWeights):
-            await trusted_at_first_use(NAME, None, open_stream, find, path)
-
-    with_peers(first, one=bad.holder(parts, bad.honest))
-    pinned = path.read_bytes()
-    with_peers(again)
-    with_peers(replaced, one=bad.holder(other, bad.honest))
-    assert path.read_bytes() == pinned
-
-
-def test_without_anything_pinned_it_says_what_peers_have_said(parts):
-    async def scenario(open_stream, find):
-        with pytest.raises(WeightsUnavailable, match="did not answer"):
-            await trusted_at_first_use(NAME, None, open_stream, find, None)
-
-    with_peers(scenario, one=silent)
 
 
 def test_a_model_is_opened_and_liars_are_asked_for_nothing_more(parts, tmp_path):
@@ -206,3 +140,67 @@ def test_a_file_that_is_read_is_received_while_the_loop_goes_on(parts, tmp_path)
             assert digests == parts.checkpoint.block_digests(1, 2)
 
     asyncio.run(asyncio.wait_for(scenario(), 60))
+
+
+PEER = SimpleNamespace(peer_id="own", dht=None)
+
+
+def sharer(name: str, **changes: object):
+    return server_info(0, 1, name, **{"shares_weights": True, **changes})
+
+
+def test_those_that_share_but_for_this_peer_and_those_that_leave():
+    servers = [
+        sharer("a"),
+        sharer("own"),
+        sharer("left", state=ServerState.OFFLINE),
+        sharer("joining", state=ServerState.JOINING),
+        server_info(0, 1, "keeps"),
+        sharer("b"),
+    ]
+    assert set(sharers(servers, "own", random.Random(1))) == {"a", "b", "joining"}
+    orders = {tuple(sharers(servers, "own", random.Random(seed))) for seed in range(20)}
+    assert len(orders) > 1, "not all ask the same peer first"
+
+
+def test_the_dht_is_asked_every_ten_seconds_or_while_it_knows_none(monkeypatch):
+    asked, answers = [], [[], [sharer("a")], [sharer("b")], DhtError("no answer")]
+
+    async def fetch(dht, model, blocks):
+        asked.append((model, blocks))
+        answer = answers.pop(0)
+        if isinstance(answer, DhtError):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(peer_model, "fetch_servers", fetch)
+
+    async def scenario() -> None:
+        found = SharersOfModel(PEER, "model", 3)
+        assert await found.find() == []
+        assert await found.find() == ["a"]
+        assert await found.find() == ["a"]
+        await asyncio.sleep(REFRESH_S)
+        assert await found.find() == ["b"]
+        await asyncio.sleep(REFRESH_S)
+        assert await found.find() == ["b"], "those that were known before"
+
+    virtual_time.run(scenario)
+    assert asked == [("model", 3)] * 4
+
+
+def test_a_model_that_the_swarm_serves_and_one_that_it_does_not(monkeypatch):
+    async def fetch(dht):
+        return [ModelInfo(f"model-{number}", 3, "main") for number in range(9)]
+
+    monkeypatch.setattr(peer_model, "fetch_models", fetch)
+    assert asyncio.run(find_model(PEER, "model-7")) == ModelInfo("model-7", 3, "main")
+    with pytest.raises(WeightsUnavailable, match=r"no server of this swarm serves other.*model-0.*model-4: give"):
+        asyncio.run(find_model(PEER, "other"))
+
+    async def none(dht):
+        return []
+
+    monkeypatch.setattr(peer_model, "fetch_models", none)
+    with pytest.raises(WeightsUnavailable, match=r"cannot be had from peers$"):
+        asyncio.run(find_model(PEER, "other"))

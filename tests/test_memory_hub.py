@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from swarm.errors import PeerLost, ProtocolViolation
 from swarm.protocol import messages
-from swarm.transport.memory import MAX_UNREAD_BYTES, MemoryHub, MemoryNetwork, stream_pair
 from swarm.transport.stream import Stream
 from tests import virtual_time
+from tests.memory_hub import MAX_UNREAD_BYTES, MemoryHub, MemoryNetwork, stream_pair
 
 
 def test_a_handler_sees_who_calls_and_its_answer_comes_back():

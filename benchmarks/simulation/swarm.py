@@ -1,4 +1,4 @@
-"""Simulates the life of the servers: they join, load, announce, check for moves, and leave.
+"""The life of the servers of a simulated swarm: they join, load, announce, check for moves, and leave.
 
 They decide with `initial_blocks` and `move_decision`, from what the directory shows at that moment. Servers that see
 the same announcements compute the same plan, so it is computed only once.
@@ -7,16 +7,45 @@ the same announcements compute the same plan, so it is computed only once.
 from __future__ import annotations
 
 import functools
+import heapq
+import itertools
+import math
 import random
+from collections.abc import Callable
 
+from benchmarks.simulation.scenario import Churn, Event, Join, Leave, Lie, Scenario
+from benchmarks.simulation.state import CompletedMove, GroundTruth, SimulatedDirectory, SimulatedServer
 from swarm.data_structures import Mobility, ServerState, Span
-from swarm.planning.simulation.ground_truth import CompletedMove, GroundTruth
-from swarm.planning.simulation.scenario import ChurnEvent, JoinEvent, LeaveEvent, LieEvent, Scenario, ScenarioEvent
-from swarm.planning.simulation.simulated_directory import SimulatedDirectory
-from swarm.planning.simulation.simulated_server import SimulatedServer, draw_server
-from swarm.planning.simulation.virtual_clock import VirtualClock
 from swarm.server.placement.initial_blocks import weakest_window
 from swarm.server.placement.move_decision import MoveHistory, MovePlan, decide_from_plan, plan_moves
+
+
+class VirtualClock:
+    """A clock that jumps from one scheduled action to the next.
+
+    Attributes:
+        now: seconds since the beginning.
+    """
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self._due: list[tuple[float, int, Callable[[], None]]] = []
+        self._count = itertools.count()
+
+    def call_at(self, time: float, action: Callable[[], None]) -> None:
+        """Schedule `action` at `time`, or now if that has passed."""
+        heapq.heappush(self._due, (max(time, self.now), next(self._count), action))
+
+    def call_after(self, seconds: float, action: Callable[[], None]) -> None:
+        """Schedule `action` `seconds` from now."""
+        self.call_at(self.now + seconds, action)
+
+    def run_until(self, until: float) -> None:
+        """Call all actions that are due up to and including `until`, then stop there."""
+        while self._due and self._due[0][0] <= until:
+            self.now, _, action = heapq.heappop(self._due)
+            action()
+        self.now = until
 
 
 class SimulatedSwarm:
@@ -48,14 +77,13 @@ class SimulatedSwarm:
         for event in scenario.events:
             self.clock.call_at(event.at, functools.partial(self._handle_event, event))
 
-    def _handle_event(self, event: ScenarioEvent) -> None:
-        if isinstance(event, JoinEvent):
+    def _handle_event(self, event: Event) -> None:
+        if isinstance(event, Join):
             for _ in range(event.servers):
                 self.clock.call_after(self._random.uniform(0, event.over), self._join)
-        elif isinstance(event, LieEvent):
-            for _ in range(event.servers):
-                self._join(event)
-        elif isinstance(event, LeaveEvent):
+        elif isinstance(event, Lie):
+            self._join(event)
+        elif isinstance(event, Leave):
             for server in list(self.alive.values()):
                 if (
                     server.span is not None
@@ -66,7 +94,7 @@ class SimulatedSwarm:
         else:
             self._churn(event)
 
-    def _churn(self, event: ChurnEvent) -> None:
+    def _churn(self, event: Churn) -> None:
         """Replace a random server by a new one and schedule the next replacement: a Poisson process."""
         if self.clock.now > event.at and self.alive:
             self._leave(self._random.choice(list(self.alive.values())), self._random.random() < event.silently)
@@ -77,7 +105,7 @@ class SimulatedSwarm:
             if self.clock.now + pause < event.until:
                 self.clock.call_after(max(pause, 1e-6), functools.partial(self._churn, event))
 
-    def _join(self, lie: LieEvent | None = None) -> None:
+    def _join(self, lie: Lie | None = None) -> None:
         server = draw_server(self._scenario, self._joined, self._random, lie)
         self._joined += 1
         self.alive[server.row] = server
@@ -145,3 +173,19 @@ class SimulatedSwarm:
         if without not in self._plans:
             self._plans[without] = plan_moves(self.directory.snapshot(), self._policy, without)
         return self._plans[without]
+
+
+def draw_server(scenario: Scenario, row: int, randomness: random.Random, lie: Lie | None = None) -> SimulatedServer:
+    """Draw the properties of the next server to join, which makes the false announcement `lie` if there is one."""
+    kind = scenario.machines
+    length = randomness.randint(*kind.blocks)
+    throughput = kind.throughput * math.exp(randomness.gauss(0.0, kind.spread))
+    disk = kind.disk * math.exp(randomness.gauss(0.0, kind.spread / 2))
+    return SimulatedServer(
+        row=row,
+        length=length,
+        throughput=throughput,
+        announced=lie.announced if lie else throughput,
+        load_seconds=length * scenario.block_bytes / disk,
+        pinned=lie is not None or randomness.random() < kind.pinned,
+    )
