@@ -6,7 +6,6 @@ import asyncio
 import gc
 import logging
 import statistics
-import time
 from collections.abc import Callable
 from contextlib import suppress
 
@@ -27,7 +26,6 @@ from swarm.metrics.server import ServerMetrics, ServerObserver
 from swarm.protocol import messages
 from swarm.server.compute.compute_thread import ComputeThread
 from swarm.server.config import ServerConfig
-from swarm.server.memory.peer_standing import PeerStanding
 from swarm.server.placement.initial_blocks import block_throughputs, weakest_window
 from swarm.server.placement.move_loop import MoveLoop
 from swarm.server.resolved_config import ResolvedConfig, resolve_config
@@ -76,7 +74,6 @@ class Server:
         self._service: SpanService | None = None
         self._head: Callable[[torch.Tensor], torch.Tensor] | None = None
         """By which early hidden states are read. Loaded once: it does not depend on the blocks."""
-        self._standing = PeerStanding(time.monotonic, config.new_peer_share)
         self._throughput = config.throughput.rate or 1.0
         """Blocks x tokens per second. While blocks are loading: the throughput at the former blocks, if any."""
         self._peer: Peer | None = None
@@ -240,7 +237,7 @@ class Server:
     async def _load(self, config: ResolvedConfig, span: Span) -> SpanService:
         """Load the blocks and accept clients."""
         self._service = await SpanService.load(
-            config, span, self.peer, self._compute_thread, self._observer, self._head, self._standing
+            config, span, self.peer, self._compute_thread, self._observer, self._head
         )
         self._head = self._service.exits.head or self._head
         self._state = ServerState.ONLINE
