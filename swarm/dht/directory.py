@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 
 from swarm.data_structures import ModelInfo, ServerInfo
@@ -54,7 +53,7 @@ async def fetch_servers(dht: DhtNode, model: str, blocks: int) -> list[ServerInf
             known = servers.get(info.peer_id)
             if known is None or known[0] < entry.expires:
                 servers[info.peer_id] = (entry.expires, info)
-    best_first = dht.standing.select(servers, len(servers), time.time())
+    best_first = dht.best_first(servers, len(servers))
     kept = bounded_picture([servers[peer_id][1] for peer_id in best_first], blocks)
     for info in kept:
         dht.book.learn(info.peer_id, info.whereabouts)
@@ -67,7 +66,7 @@ def bounded_picture(best_first: Sequence[ServerInfo], blocks: int, limit: int = 
     So at most `limit` x `blocks` are kept, and no number of servers at the end of the list displaces one at its front.
 
     Args:
-        best_first: servers of a model of `blocks` blocks, those to keep rather first; see `Standing.select`.
+        best_first: servers of a model of `blocks` blocks, those to keep rather first; see `DhtNode.best_first`.
     """
     holders = [0] * blocks
     kept = []

@@ -6,7 +6,7 @@ import asyncio
 import dataclasses
 import gc
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import AsyncExitStack
 from typing import Any
 
@@ -22,8 +22,8 @@ from swarm.dht.directory import MAX_HOLDERS, bounded_picture, fetch_models, fetc
 from swarm.dht.server_records import encode_announcement, model_key
 from swarm.dht.validation import AnnouncementValidator
 from swarm.transport.dht.node import FoundRecord
+from swarm.transport.dht.record_store import best_first
 from swarm.transport.dht.records import RecordRules, sign
-from swarm.transport.dht.standing import Standing
 from swarm.transport.p2p import P2PConfig, Peer
 from swarm.transport.reach.address_book import AddressBook
 from tests.bad_peers import Anything
@@ -257,11 +257,13 @@ def test_a_reader_keeps_who_served_it_in_a_flood_of_new_identities():
     """Four hundred identities announce every block; the honest servers came later than all of them."""
 
     class Dht:
-        standing = Standing(b"salt")
         book = AddressBook()
 
         def __init__(self, infos: list[ServerInfo]) -> None:
             self.infos = infos
+
+        def best_first(self, owners: Collection[str], places: int) -> list[str]:
+            return best_first(owners, places, 0.0, {}, served=[one.peer_id for one in honest])
 
         async def find(self, names: Sequence[str]) -> dict[str, list[FoundRecord]]:
             expires = time.time() + LONG
@@ -271,10 +273,6 @@ def test_a_reader_keeps_who_served_it_in_a_flood_of_new_identities():
     flood = [at(number, 0, BLOCKS) for number in range(400)]
     honest = [server_info(0, BLOCKS, f"honest {number}") for number in range(3)]
     dht: Any = Dht([*flood, *honest])
-    for info in (*flood, *honest):
-        dht.standing.note_seen(info.peer_id, time.time())
-    for info in honest:
-        dht.standing.note_served(info.peer_id, time.time())
     found = asyncio.run(fetch_servers(dht, MODEL, BLOCKS))
     assert len(found) == MAX_HOLDERS
     assert {info.peer_id for info in honest} <= {info.peer_id for info in found}

@@ -20,6 +20,7 @@ from hivemind.p2p import P2P, PeerID, ServicerBase
 from hivemind.p2p.p2p_daemon import P2PContext
 from hivemind.proto import dht_pb2
 
+from swarm.common.token_buckets import TokenBuckets
 from swarm.errors import ClockDiffers, ProtocolViolation, RequestRefused, SwarmError
 from swarm.protocol.messages import PROTOCOL_ID
 from swarm.transport.dht import messages
@@ -27,9 +28,7 @@ from swarm.transport.dht.hivemind_errors import raise_dht_errors
 from swarm.transport.dht.peer_networks import PeerNetworks
 from swarm.transport.dht.record_store import RecordStore
 from swarm.transport.dht.records import Accepted, Record, RecordChecker, RecordRules, Refusal, owner_of
-from swarm.transport.dht.request_budget import CheckBudget, RequestBudget
 from swarm.transport.dht.routing_table import BUCKET_NODES, MAX_SILENT_S, RoutingTable, node_id_of
-from swarm.transport.dht.standing import Standing
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +46,22 @@ records that are over."""
 
 CHECKED_AT_ONCE = 16
 """Records that are checked before other tasks have their turn."""
+
+REQUEST_BURST, REQUESTS_PER_S = 512.0, 64.0
+"""Units that a peer may use at once, and then every second. A request is one, and so is each record that it brings,
+whose signature has to be verified, and each `ANSWER_UNIT_BYTES` of an answer."""
+
+ANSWER_UNIT_BYTES = 64 * 1024
+MAX_PEERS = 4096
+"""Peers whose use is remembered; the one that has asked nothing for longest is forgotten first."""
+
+CHECK_BURST, CHECKS_PER_S = 2048.0, 256.0
+"""Records whose signature a node verifies for all others together, who may have any number of identities, at once, and
+then every second: about 2 % of a processor's time. Servers have two records a minute to be verified at each of 8 nodes.
+"""
+
+ESTABLISHED_CHECK_SHARE = 0.5
+"""Share of these that only established owners may use."""
 
 MAX_PINGS_BACK = 256
 """Pings that are under way because other peers asked for them, one for each."""
@@ -87,12 +102,11 @@ class DhtProtocol(ServicerBase):  # type: ignore[misc]
         self,
         p2p: P2P,
         rules: RecordRules,
-        standing: Standing,
         is_client: bool,
     ) -> None:
         super().__init__()
         self.table = RoutingTable(p2p.peer_id)
-        self.store = RecordStore(standing)
+        self.store = RecordStore()
         self.checker = RecordChecker(rules)
         self.observe_refusal: Callable[[Refusal], None] = _ignore
         node_id = b"" if is_client else node_id_of(p2p.peer_id)
@@ -100,9 +114,8 @@ class DhtProtocol(ServicerBase):  # type: ignore[misc]
         self.is_client = is_client
         self._p2p = p2p
         self._networks = PeerNetworks(p2p)
-        self._budget = RequestBudget()
-        self._checks = CheckBudget()
-        self._standing = standing
+        self._requests = TokenBuckets[bytes](REQUEST_BURST, REQUESTS_PER_S, MAX_PEERS)
+        self._checks = TokenBuckets[None](CHECK_BURST, CHECKS_PER_S, 1)
         self._pinging_back: set[PeerID] = set()
         self._background: set[asyncio.Task[Any]] = set()
 
@@ -164,10 +177,11 @@ class DhtProtocol(ServicerBase):  # type: ignore[misc]
     async def _answer(self, method: Callable[..., Awaitable[Any]], request: Any, context: P2PContext) -> Any:
         sender = context.remote_id.to_bytes()
         records = len(request.values) if isinstance(request, dht_pb2.StoreRequest) else 0
-        if not self._budget.allows(sender, time.monotonic(), records):
+        if self._requests.left(sender, time.monotonic()) < 1.0:
             raise RequestRefused("too many requests to the DHT; wait a few seconds")
+        self._requests.take(sender, 1.0 + records, time.monotonic())
         response = await method(request, context)
-        self._budget.charge_answer(sender, response.ByteSize(), time.monotonic())
+        self._requests.take(sender, response.ByteSize() / ANSWER_UNIT_BYTES, time.monotonic())
         return response
 
     async def rpc_ping(self, request: dht_pb2.PingRequest, context: P2PContext) -> dht_pb2.PingResponse:
@@ -205,8 +219,10 @@ class DhtProtocol(ServicerBase):  # type: ignore[misc]
     def _store(self, record: Record | None, sender: str, network: str) -> Refusal | None:
         if record is None:
             return Refusal.MALFORMED
-        if not self._checks.allows(time.monotonic(), self._standing.is_established(sender, time.time())):
+        reserved = 0.0 if self.store.is_established(sender, time.time()) else CHECK_BURST * ESTABLISHED_CHECK_SHARE
+        if self._checks.left(None, time.monotonic()) - 1.0 < reserved:
             return Refusal.BUSY
+        self._checks.take(None, 1.0, time.monotonic())
         if owner_of(record.subkey) != sender:
             return Refusal.WRONG_OWNER
         verdict = self.checker.check(record)

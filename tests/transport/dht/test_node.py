@@ -15,15 +15,15 @@ import uvloop
 from hivemind.p2p import P2PDaemonError, P2PHandlerError, PeerID
 from hivemind.proto import dht_pb2
 
+from swarm.common.token_buckets import TokenBuckets
 from swarm.errors import DhtError, ProtocolViolation
 from swarm.transport.dht import messages
 from swarm.transport.dht import node as module
 from swarm.transport.dht import protocol as protocol_module
 from swarm.transport.dht.node import DhtNode, FoundRecord
 from swarm.transport.dht.protocol import MAX_BAD_RECORDS, REQUEST_TIMEOUT_S, Found
+from swarm.transport.dht.record_store import ESTABLISHED_AFTER_S
 from swarm.transport.dht.records import Record, Refusal, key_bytes, sign
-from swarm.transport.dht.request_budget import CheckBudget
-from swarm.transport.dht.standing import ESTABLISHED_AFTER_S
 from swarm.transport.p2p import P2PConfig, Peer
 from tests import virtual_time
 from tests.garbage import left_to_collector
@@ -257,15 +257,17 @@ def test_a_reader_remembers_so_much_and_no_more(monkeypatch):
     play(scenario)
 
 
-def test_strangers_cannot_have_a_node_verify_without_end():
+def test_strangers_cannot_have_a_node_verify_without_end(monkeypatch):
     """However many identities they have; who has long been there is still heard."""
 
     async def scenario(peers):
         first = await peers.add()
         expires = time.time() + LONG_S
         old, stranger = await peers.add(), await peers.add()
-        first.dht.standing.note_seen(old.peer_id, time.time() - ESTABLISHED_AFTER_S - 1)
-        first.dht.protocol._checks = CheckBudget(burst=8.0, refill_per_s=0.0)
+        known = sign("known", b"x", expires, old.identity.private_key)
+        assert first.dht.protocol.store.store(known, old.peer_id, time.time() - ESTABLISHED_AFTER_S - 1)
+        monkeypatch.setattr(protocol_module, "CHECK_BURST", 8.0)
+        first.dht.protocol._checks = TokenBuckets(8.0, 0.0, 1)
         refused = []
         first.dht.protocol.observe_refusal = refused.append
         target = PeerID.from_base58(first.peer_id)
