@@ -23,7 +23,14 @@ def test_who_says_nothing_of_it_does_not_share():
     assert not decode_announcement(msgspec.msgpack.encode(RECORD))[1].shares_weights
 
 
-@pytest.mark.parametrize("value", [0, 1, "yes", None, [True], {}])
-def test_what_is_no_truth_value_breaks_the_schema(value):
-    with pytest.raises(ProtocolViolation):
-        decode_announcement(msgspec.msgpack.encode({**RECORD, "shares_weights": value}))
+def test_what_is_no_truth_value_breaks_the_schema():
+    for value in [
+        0,
+        1,
+        "yes",
+        None,
+        [True],
+        {},
+    ]:
+        with pytest.raises(ProtocolViolation):
+            decode_announcement(msgspec.msgpack.encode({**RECORD, "shares_weights": value}))

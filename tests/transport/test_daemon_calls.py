@@ -11,7 +11,7 @@ import pytest
 from hivemind.p2p.p2p_daemon_bindings.control import ControlClient
 from hivemind.proto import p2pd_pb2
 
-from swarm.transport.daemon_calls import mend_calls
+from swarm.transport.daemon import mend_calls
 
 PEER = bytes.fromhex("1220") + bytes(32)
 
@@ -86,7 +86,7 @@ def test_an_answer_in_the_moment_in_which_its_caller_gives_up():
 
 
 def test_hivemind_still_breaks_down_of_it():
-    """If this fails, hivemind was mended, and `daemon_calls` may go."""
+    """If this fails, hivemind was mended, and `mend_calls` may go."""
 
     async def scenario() -> None:
         daemon = PlayedDaemon(mended=False)

@@ -27,7 +27,7 @@ from swarm.transport.dht import messages
 from swarm.transport.dht.hivemind_errors import raise_dht_errors
 from swarm.transport.dht.peer_networks import PeerNetworks
 from swarm.transport.dht.record_store import RecordStore
-from swarm.transport.dht.records import Accepted, Record, RecordChecker, RecordRules, Refusal, owner_of
+from swarm.transport.dht.records import Accepted, Record, RecordChecker, RecordProblem, RecordRules, owner_of
 from swarm.transport.dht.routing_table import BUCKET_NODES, MAX_SILENT_S, RoutingTable, node_id_of
 
 logger = logging.getLogger(__name__)
@@ -82,7 +82,7 @@ class Found:
     all_over: bool = False
 
 
-def _ignore(refusal: Refusal) -> None:
+def _ignore(refusal: RecordProblem) -> None:
     pass
 
 
@@ -108,7 +108,7 @@ class DhtProtocol(ServicerBase):  # type: ignore[misc]
         self.table = RoutingTable(p2p.peer_id)
         self.store = RecordStore()
         self.checker = RecordChecker(rules)
-        self.observe_refusal: Callable[[Refusal], None] = _ignore
+        self.observe_refusal: Callable[[RecordProblem], None] = _ignore
         node_id = b"" if is_client else node_id_of(p2p.peer_id)
         self.node_info = dht_pb2.NodeInfo(node_id=node_id)
         self.is_client = is_client
@@ -200,7 +200,7 @@ class DhtProtocol(ServicerBase):  # type: ignore[misc]
         network = await self._networks.network_of(sender)
         response = dht_pb2.StoreResponse(peer=self.node_info)
         for record, in_cache in zip(records, request.in_cache, strict=True):
-            refusal = Refusal.CACHED if in_cache else self._store(record, sender, network)
+            refusal = RecordProblem.CACHED if in_cache else self._store(record, sender, network)
             if refusal is not None:
                 self.observe_refusal(refusal)
             response.store_ok.append(refusal is None)
@@ -216,19 +216,19 @@ class DhtProtocol(ServicerBase):  # type: ignore[misc]
             messages.add_neighbors(result, self.table.nearest(key, BUCKET_NODES, exclude=context.remote_id))
         return dht_pb2.FindResponse(results=results, peer=self.node_info)
 
-    def _store(self, record: Record | None, sender: str, network: str) -> Refusal | None:
+    def _store(self, record: Record | None, sender: str, network: str) -> RecordProblem | None:
         if record is None:
-            return Refusal.MALFORMED
+            return RecordProblem.MALFORMED
         reserved = 0.0 if self.store.is_established(sender, time.time()) else CHECK_BURST * ESTABLISHED_CHECK_SHARE
         if self._checks.left(None, time.monotonic()) - 1.0 < reserved:
-            return Refusal.BUSY
+            return RecordProblem.BUSY
         self._checks.take(None, 1.0, time.monotonic())
         if owner_of(record.subkey) != sender:
-            return Refusal.WRONG_OWNER
+            return RecordProblem.WRONG_OWNER
         verdict = self.checker.check(record)
-        if isinstance(verdict, Refusal):
+        if isinstance(verdict, RecordProblem):
             return verdict
-        return None if self.store.store(record, sender, time.time(), network) else Refusal.NO_ROOM
+        return None if self.store.store(record, sender, time.time(), network) else RecordProblem.NO_ROOM
 
     # What this node asks others. Where the swarm is private, errors of membership come from here too.
 
@@ -285,7 +285,7 @@ class DhtProtocol(ServicerBase):  # type: ignore[misc]
 
     async def _believed(self, found: dict[bytes, list[Record]]) -> tuple[dict[bytes, list[tuple[str, Record]]], bool]:
         believed: dict[bytes, list[tuple[str, Record]]] = {key: [] for key in found}
-        refused: Counter[Refusal] = Counter()
+        refused: Counter[RecordProblem] = Counter()
         for number, (key, record) in enumerate((key, record) for key, records in found.items() for record in records):
             verdict = self.checker.check(record)
             if isinstance(verdict, Accepted):
@@ -293,11 +293,11 @@ class DhtProtocol(ServicerBase):  # type: ignore[misc]
             else:
                 self.observe_refusal(verdict)
                 refused[verdict] += 1
-                if refused.total() - refused[Refusal.LIFETIME] > MAX_BAD_RECORDS:
+                if refused.total() - refused[RecordProblem.LIFETIME] > MAX_BAD_RECORDS:
                     raise ProtocolViolation(f"an answer of the DHT has invalid records: {verdict}")
             if number % CHECKED_AT_ONCE == CHECKED_AT_ONCE - 1:
                 await asyncio.sleep(0)
-        return believed, refused[Refusal.LIFETIME] > 0 and not any(believed.values())
+        return believed, refused[RecordProblem.LIFETIME] > 0 and not any(believed.values())
 
     # Whom this node knows.
 

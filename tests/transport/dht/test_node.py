@@ -23,7 +23,7 @@ from swarm.transport.dht import protocol as protocol_module
 from swarm.transport.dht.node import DhtNode, FoundRecord
 from swarm.transport.dht.protocol import MAX_BAD_RECORDS, REQUEST_TIMEOUT_S, Found
 from swarm.transport.dht.record_store import ESTABLISHED_AFTER_S
-from swarm.transport.dht.records import Record, Refusal, key_bytes, sign
+from swarm.transport.dht.records import Record, RecordProblem, key_bytes, sign
 from swarm.transport.p2p import P2PConfig, Peer
 from tests import virtual_time
 from tests.garbage import left_to_collector
@@ -277,7 +277,7 @@ def test_strangers_cannot_have_a_node_verify_without_end(monkeypatch):
             return await peer.dht.protocol.call_store(target, [sign(str(number), b"x", expires, key)])
 
         assert [await store(stranger, number) for number in range(6)] == [[True]] * 4 + [[False]] * 2
-        assert refused == [Refusal.BUSY] * 2
+        assert refused == [RecordProblem.BUSY] * 2
         assert await store(old, 0) == [True]
         assert not stranger.dht.protocol.table.is_silent(target, time.monotonic())  # it did nothing wrong
 
@@ -347,7 +347,7 @@ def test_records_that_are_just_over_spoil_no_answer():
         refused = []
         client.dht.protocol.observe_refusal = refused.append
         assert [record.payload for record in (await client.dht.find(["a"]))["a"]] == [b"x"]
-        assert refused == [Refusal.LIFETIME] * many
+        assert refused == [RecordProblem.LIFETIME] * many
         assert not client.dht.protocol.table.is_silent(PeerID.from_base58(first.peer_id), time.monotonic())
 
     play(scenario)

@@ -27,7 +27,7 @@ from swarm.transport.reach.dial_back import (
     ask,
     host_of,
 )
-from swarm.transport.reach.verdict import DialReport
+from swarm.transport.reach.reach_estimate import DialReport
 from tests import virtual_time
 
 HOST = "81.2.69.142"
@@ -176,17 +176,14 @@ def test_who_comes_through_a_relay_is_refused(address, ports):
     run(scenario())
 
 
-@pytest.mark.parametrize(
-    ("address", "host"),
-    [
+def test_from_where_a_peer_comes():
+    for address, host in [
         (FROM, HOST),
         (f"{FROM}/p2p/{RELAY}", HOST),
         ("/ip4/192.168.0.7/udp/1/quic", "192.168.0.7"),
         ("/ip6/2a02:8071:b783::1/tcp/1", "2a02:8071:b783::1"),
-    ],
-)
-def test_from_where_a_peer_comes(address, host):
-    assert host_of(address) == host
+    ]:
+        assert host_of(address) == host
 
 
 @pytest.mark.parametrize(

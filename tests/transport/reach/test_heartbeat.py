@@ -10,7 +10,7 @@ from hivemind.p2p import P2PDaemonError, PeerID
 
 from swarm.errors import PeerLost
 from swarm.transport import daemon_streams
-from swarm.transport.reach.heartbeat import PING_BYTES, PING_PROTOCOL_ID, Heartbeat
+from swarm.transport.reach.relay_places import PING_BYTES, PING_PROTOCOL_ID, Heartbeat
 from tests import virtual_time
 from tests.transport.reach.fakes import Writer, peer_id
 

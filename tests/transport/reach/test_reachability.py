@@ -17,6 +17,7 @@ from swarm.protocol.messages import DialBackReply
 from swarm.transport.memory import stream_pair
 from swarm.transport.reach import reachability as module
 from swarm.transport.reach.address_book import AddressBook
+from swarm.transport.reach.reach_estimate import Reach
 from swarm.transport.reach.reachability import (
     CHECK_PERIOD_S,
     JUDGES,
@@ -28,7 +29,6 @@ from swarm.transport.reach.reachability import (
 )
 from swarm.transport.reach.relay_choice import Relay
 from swarm.transport.reach.relay_places import BEAT_PERIOD_S, BEAT_TIMEOUT_S, HURRY_S, RELAY_TIMEOUT_S
-from swarm.transport.reach.verdict import Reach
 from tests import virtual_time
 from tests.infos import server_info
 from tests.transport.reach.fakes import FakeNetwork, FakeRelay, peer_id

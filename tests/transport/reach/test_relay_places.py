@@ -101,25 +101,7 @@ def test_a_peer_takes_as_many_places_as_it_needs_and_no_more(monkeypatch):
         assert home.changes == [home.places.relays]
         assert home.places.failure == ""
         assert home.open_streams == PLACES  # one heartbeat each
-
-    run(scenario)
-
-
-def test_each_place_is_tried_out_by_a_connection_from_outside(monkeypatch):
-    async def scenario():
-        home = Home(monkeypatch, *map(server, range(3)))
-        await home.places.look_after()
         assert sorted(home.net.proofs) == sorted(relay.circuit() for relay in home.places.relays)
-
-    run(scenario)
-
-
-def test_without_relays_there_are_no_places(monkeypatch):
-    async def scenario():
-        home = Home(monkeypatch)
-        await home.run_for(60)
-        assert home.places.relays == ()
-        assert home.changes == []
 
     run(scenario)
 
@@ -178,9 +160,9 @@ def test_a_relay_that_gives_no_place_that_works_is_replaced_by_the_next(monkeypa
     run(scenario)
 
 
-@pytest.mark.parametrize("others", [0, 1])
-@pytest.mark.parametrize("was_held", [False, True], ids=["failed", "given up"])
-@pytest.mark.parametrize("breaks", BROKEN)
+@pytest.mark.parametrize(
+    ("breaks", "was_held", "others"), [(break_up, True, 0), (break_silent, False, 1), (break_status, True, 1)]
+)
 def test_a_relay_that_fails_is_asked_again_after_a_while_and_not_before(monkeypatch, breaks, was_held, others):
     """Sooner where no place is left."""
     pause_s = RETRY_S if others else HURRY_S
@@ -298,8 +280,8 @@ def test_who_is_told_that_somebody_could_not_be_carried_tries_its_places_out_at_
 
 @pytest.mark.parametrize(
     "echo",
-    [lambda sent: sent[::-1], lambda sent: bytes(32), lambda sent: sent[:-1], None],
-    ids=["reversed", "zeros", "too short", "nothing"],
+    [lambda sent: sent[::-1], lambda sent: sent[:-1]],
+    ids=["reversed", "too short"],
 )
 def test_a_relay_that_does_not_echo_what_it_is_sent_is_left(monkeypatch, echo):
     async def scenario():
@@ -465,7 +447,7 @@ def test_what_failed_is_forgotten_with_the_relay(monkeypatch):
     run(scenario)
 
 
-@pytest.mark.parametrize("breaks", BROKEN)
+@pytest.mark.parametrize("breaks", [break_up, break_silent])
 def test_if_all_relays_fail_at_first_they_are_asked_once_more_before_anything_is_said(monkeypatch, breaks):
     async def scenario():
         relays = list(map(server, range(2)))
@@ -487,7 +469,7 @@ def test_where_there_are_no_relays_nothing_is_waited_for(monkeypatch):
     async def scenario():
         home = Home(monkeypatch)
         await home.places.begin()
-        assert now() == 0.0
+        assert (home.places.relays, home.changes, now()) == ((), [], 0.0)
 
     run(scenario)
 
@@ -501,20 +483,6 @@ def test_where_one_relay_gives_a_place_the_others_are_not_waited_for(monkeypatch
         assert home.held == {good.id}
         assert full.reserved == 1
         assert now() < HURRY_S
-
-    run(scenario)
-
-
-def test_a_relay_that_carries_nothing_when_it_is_connected_to_anew_is_given_up(monkeypatch):
-    async def scenario():
-        relays = list(map(server, range(4)))
-        home = Home(monkeypatch, *relays)
-        await home.places.look_after()
-        lost = home.net.relays[sorted(home.held)[0]]
-        lost.carries = False
-        lost.hang_up()
-        await home.places.look_after()
-        assert home.held == {relay.id for relay in relays} - {lost.id}
 
     run(scenario)
 
@@ -650,16 +618,5 @@ def test_relays_are_asked_at_the_same_time(monkeypatch):
         home = Home(monkeypatch, *relays)
         await home.places.look_after()
         assert now() == RELAY_TIMEOUT_S
-
-    run(scenario)
-
-
-def test_the_reason_of_a_failure_is_kept_for_the_operator(monkeypatch):
-    async def scenario():
-        relay = server(0)
-        relay.status = 201
-        home = Home(monkeypatch, relay)
-        await home.places.look_after()
-        assert "no place left" in home.places.failure
 
     run(scenario)
