@@ -15,8 +15,7 @@ from swarm.common.dtypes import dtype_name
 from swarm.common.version import VERSION
 from swarm.data_structures import Mobility, ModelInfo, ServerInfo, ServerState, Span
 from swarm.dht.announcer import Announcer, adapter_names
-from swarm.dht.directory import fetch_servers
-from swarm.dht.relay_directory import RelayDirectory
+from swarm.dht.directory import RelayDirectory, fetch_servers
 from swarm.dht.validation import AnnouncementValidator
 from swarm.errors import DhtError, InvalidSpan, ServerClosing, SwarmError, UsageError
 from swarm.metrics.endpoint import MetricsEndpoint
