@@ -271,7 +271,7 @@ class RelayPlaces:
         try:
             if losses >= MAX_LOSSES:
                 raise PeerLost(f"relay …{relay.peer_id[-6:]} was lost {losses} times in a short time")
-            await self._connect_anew(relay)
+            await self._reconnect(relay)
             self._held[relay.peer_id] = await self._enter(relay, losses)
             logger.info("Relay …%s was lost, and is used again: %s", relay.peer_id[-6:], error)
         except RemoteError as failure:
@@ -280,7 +280,7 @@ class RelayPlaces:
             self._failed_at[relay.peer_id] = time.monotonic()
             await self._disconnect(relay)
 
-    async def _connect_anew(self, relay: Relay) -> None:
+    async def _reconnect(self, relay: Relay) -> None:
         """Connect to a relay after it was lost, and have it forget the connections from before. Raises `PeerLost`.
 
         The relay may not know that these have ended, and would send others over one of them.
