@@ -334,16 +334,6 @@ def test_who_is_reached_by_ipv6_only_takes_places_at_relays_as_well(monkeypatch)
     run(World(monkeypatch, *servers(range(3)), initial=3, own=[*OWN, f"/ip6/{SIX}/tcp/31337"]), scenario)
 
 
-def test_a_judge_cannot_have_a_port_announced_that_it_was_not_asked_about(monkeypatch):
-    async def scenario(world):
-        world.says = {world.initial[0]: DialBackReply(HOST, [22])}
-        await world.find_out()
-        assert world.reach.reach is Reach.HIDDEN
-        assert not any("/tcp/22" in address for address in world.reach.whereabouts.addresses)
-
-    run(World(monkeypatch), scenario)
-
-
 def test_ports_of_the_peer_are_tried_those_given_by_hand_first_and_four_at_most(monkeypatch):
     async def scenario(world):
         await world.find_out()
