@@ -12,20 +12,20 @@ from contextlib import suppress
 from swarm.dht import model_records
 from swarm.dht.server_records import decode_announcement, model_key
 from swarm.errors import ProtocolViolation
-from swarm.transport.dht.records import Refusal, key_bytes
+from swarm.transport.dht.records import RecordProblem, key_bytes
 
 
 class AnnouncementValidator:
     """The rules of a swarm's records; see `RecordRules`."""
 
-    def check(self, key: bytes, owner: str, payload: bytes) -> Refusal | None:
+    def check(self, key: bytes, owner: str, payload: bytes) -> RecordProblem | None:
         described = _describe(payload)
         if described is None:
-            return Refusal.MALFORMED
+            return RecordProblem.MALFORMED
         peer_id, name = described
         if peer_id != owner:
-            return Refusal.WRONG_OWNER
-        return None if key_bytes(name) == key else Refusal.WRONG_KEY
+            return RecordProblem.WRONG_OWNER
+        return None if key_bytes(name) == key else RecordProblem.WRONG_KEY
 
 
 def _describe(payload: bytes) -> tuple[str, str] | None:

@@ -37,5 +37,5 @@ class BootstrapMetrics:
         )
 
     def record_refused(self, reason: str) -> None:
-        """A record was refused, for one of the reasons of `swarm.transport.dht.records.Refusal`."""
+        """A record was refused, for one of the reasons of `swarm.transport.dht.records.RecordProblem`."""
         self._refused.labels(reason).inc()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 from prometheus_client import Counter, Gauge, Histogram, Info
 
@@ -12,10 +12,6 @@ from swarm.metrics.registry import Registry
 
 REQUEST_KINDS = ("prefill", "decode", "forward", "backward")
 """Kinds of requests: prompts (and replays), single tokens, and forward and backward passes without a session."""
-
-
-MEMORY_KINDS = ("streams", "received", "computing", "training")
-"""What memory for requests is charged for: open streams, payloads, what computing takes, and large graphs."""
 
 
 class ServerObserver:
@@ -67,8 +63,8 @@ class ServerObserver:
     def adapter_totals(self, count: int, size: int) -> None:
         """The number or the total size of the stored parts of clients' adapters changed."""
 
-    def memory_totals(self, charged: Mapping[str, int], capacity: int) -> None:
-        """What requests on their way take of the bytes that there are for them, by `MEMORY_KINDS`."""
+    def memory_totals(self, charged: int, capacity: int) -> None:
+        """What requests on their way take of the bytes that there are for them."""
 
     def memory_refused(self) -> None:
         """A stream or a request found no memory."""
@@ -153,8 +149,7 @@ class ServerMetrics(ServerObserver):
         self._cache_capacity = _gauge("cache_capacity_tokens", "Tokens that the attention cache can hold.", registry)
         self._adapters = _gauge("adapters_kept", "Parts of clients' adapters that are kept, one a block.", registry)
         self._adapter_bytes = _gauge("adapter_bytes", "Bytes of clients' adapters.", registry)
-        memory = Gauge("swarm_server_memory_bytes", "Memory charged for requests.", ["kind"], registry=registry)
-        self._memory = {kind: memory.labels(kind) for kind in MEMORY_KINDS}
+        self._memory = _gauge("memory_bytes", "Memory charged for requests.", registry)
         self._memory_capacity = _gauge("memory_capacity_bytes", "Memory that requests can have.", registry)
         self._memory_refusals = Counter(
             "swarm_server_memory_refusals_total", "Streams and requests without memory.", registry=registry
@@ -218,9 +213,8 @@ class ServerMetrics(ServerObserver):
         self._adapters.set(count)
         self._adapter_bytes.set(size)
 
-    def memory_totals(self, charged: Mapping[str, int], capacity: int) -> None:
-        for kind, size in charged.items():
-            self._memory[kind].set(size)
+    def memory_totals(self, charged: int, capacity: int) -> None:
+        self._memory.set(charged)
         self._memory_capacity.set(capacity)
 
     def memory_refused(self) -> None:

@@ -27,7 +27,7 @@ logger = logging.getLogger("swarm.server")
 
 OPTIONS_AS_GIVEN = (
     *("model", "revision", "device", "dtype", "quant", "stay", "name"),
-    *("cache_tokens", "new_peer_share", "adapters", "cache_dir", "update_period", "threads"),
+    *("cache_tokens", "adapters", "cache_dir", "update_period", "threads"),
     *("flash_exact", "exits_from"),
 )
 """Options that go into `ServerConfig` as they are."""
@@ -112,12 +112,6 @@ OPTIONS_AS_GIVEN = (
     metavar="SIZE",
     help="Memory for requests on their way: what peers send, and what computing it takes beside blocks and cache.  "
     "[default: a twentieth of the free memory, 8 GiB at most, but enough for prompts of two peers]",
-)
-@click.option(
-    "--new-peer-share",
-    type=click.FloatRange(0, 1),
-    default=0.125,
-    help="Share of the attention cache that a new peer keeps if others want it. It grows within an hour of use.",
 )
 @click.option("--cache-dir", type=click.Path(file_okay=False, path_type=Path), help="Folder for files from the hub.")
 @click.option(

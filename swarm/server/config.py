@@ -10,7 +10,6 @@ from swarm.errors import InvalidOption, InvalidSpan
 from swarm.metrics.endpoint import MetricsAddress
 from swarm.models.flash.reading.record_reader import FlashIo
 from swarm.server.flash_budget import FlashOption
-from swarm.server.memory.peer_standing import NEW_PEER_SHARE
 from swarm.server.throughput.throughput_option import ThroughputOption
 from swarm.transport.p2p import P2PConfig
 
@@ -138,7 +137,6 @@ class ServerConfig:
         adapters: folders or hub ids of adapters that every client may use.
         adapter_memory: bytes for clients' adapters; None for the default.
         request_memory: bytes for requests on their way; None for the default.
-        new_peer_share: share of the cache that a new peer keeps if others want it.
         cache_dir: where files from the hub are kept; None for the hub's own folder.
         weights: where weights come from, and who gets them from here.
         update_period: seconds between announcements.
@@ -167,7 +165,6 @@ class ServerConfig:
     adapters: tuple[str, ...] = ()
     adapter_memory: int | None = None
     request_memory: int | None = None
-    new_peer_share: float = NEW_PEER_SHARE
     cache_dir: Path | None = None
     update_period: float = UPDATE_PERIOD_S
     threads: int | None = None

@@ -6,7 +6,6 @@ import asyncio
 import gc
 import logging
 import statistics
-import time
 from collections.abc import Callable
 from contextlib import suppress
 
@@ -16,8 +15,7 @@ from swarm.common.dtypes import dtype_name
 from swarm.common.version import VERSION
 from swarm.data_structures import Mobility, ModelInfo, ServerInfo, ServerState, Span
 from swarm.dht.announcer import Announcer, adapter_names
-from swarm.dht.directory import fetch_servers
-from swarm.dht.relay_directory import RelayDirectory
+from swarm.dht.directory import RelayDirectory, fetch_servers
 from swarm.dht.validation import AnnouncementValidator
 from swarm.errors import DhtError, InvalidSpan, ServerClosing, SwarmError, UsageError
 from swarm.metrics.endpoint import MetricsEndpoint
@@ -27,7 +25,6 @@ from swarm.metrics.server import ServerMetrics, ServerObserver
 from swarm.protocol import messages
 from swarm.server.compute.compute_thread import ComputeThread
 from swarm.server.config import ServerConfig
-from swarm.server.memory.peer_standing import PeerStanding
 from swarm.server.placement.initial_blocks import block_throughputs, weakest_window
 from swarm.server.placement.move_loop import MoveLoop
 from swarm.server.resolved_config import ResolvedConfig, resolve_config
@@ -76,7 +73,6 @@ class Server:
         self._service: SpanService | None = None
         self._head: Callable[[torch.Tensor], torch.Tensor] | None = None
         """By which early hidden states are read. Loaded once: it does not depend on the blocks."""
-        self._standing = PeerStanding(time.monotonic, config.new_peer_share)
         self._throughput = config.throughput.rate or 1.0
         """Blocks x tokens per second. While blocks are loading: the throughput at the former blocks, if any."""
         self._peer: Peer | None = None
@@ -123,80 +119,70 @@ class Server:
             await self.stop()
             raise
 
-    async def lost(self) -> SwarmError:
-        """Wait until this server cannot serve any more, and return the reason."""
-        cut_off = asyncio.create_task(self.peer.wait_until_cut_off())
-        done, _ = await asyncio.wait({cut_off, *self._background_tasks}, return_when=asyncio.FIRST_COMPLETED)
-        cut_off.cancel()
-        for task in done & set(self._background_tasks):
-            error = task.exception()
-            return error if isinstance(error, SwarmError) else SwarmError(f"the server broke down: {error!r}")
-        return SwarmError(
-            "the libp2p daemon of this server has ended, so no peer can reach it any more; start it again"
-        )
-
     async def _start(self) -> None:
-        options = self.config
+        """The steps of a start, in their order."""
+        options, loop = self.config, asyncio.get_running_loop()
+
+        # 1. Metrics, folders of processes that were killed, and torch's threads.
         if options.metrics is not None:
             self._metrics = MetricsEndpoint(new_registry(), options.metrics)
             self._observer = ServerMetrics(self._metrics.registry)
-            loop_metrics = EventLoopMetrics(self._metrics.registry)
-            self._background_tasks.append(asyncio.get_running_loop().create_task(loop_metrics.run()))
+            self._background_tasks.append(loop.create_task(EventLoopMetrics(self._metrics.registry).run()))
         await self._compute_thread.run(remove_abandoned_folders)
         if options.threads is not None:
             await self._compute_thread.run(torch.set_num_threads, options.threads)
+
+        # 2. The model's files, and what follows from them and the options on this machine, which may be measured.
         self._weights = await WeightSource.open(options, self._compute_thread, self._join)
-        # This may measure the machine.
         config = await self._compute_thread.run(resolve_config, options, self._weights.checkpoint)
+        checkpoint = config.checkpoint
+
+        # 3. The network, if the files have not come from there: other peers may get weights from here, and they say
+        # how they reach this server.
         self._peer = await self._join()
-        self._sharing = WeightSharing(options, config.checkpoint, lambda: self._is_busy)
+        self._sharing = WeightSharing(options, checkpoint, lambda: self._is_busy)
         await self._peer.serve_weights(self._sharing.serve)
-        reach = self._peer.reach
-        reach.relay_source = RelayDirectory(self._peer, config.checkpoint.name, config.checkpoint.blocks).relays
+        self._peer.reach.relay_source = RelayDirectory(self._peer, checkpoint.name, checkpoint.blocks).relays
         logger.info("Peer: %s, listening on %s", self._peer.peer_id, ", ".join(await self._peer.visible_addresses()))
+
+        # 4. Blocks, announced before they are there, so that the next server takes others.
         self.span = await self._choose_span(config)
         self._throughput = await self._expected_throughput(config, self.span)
-        checkpoint = config.checkpoint
         announced = ModelInfo(checkpoint.name, checkpoint.blocks, checkpoint.revision)
         self._announcer = Announcer(self._peer, announced, lambda: self._announcement(config), options.update_period)
-        reach.changed = lambda: self._on_reach_changed(config)
-        await self._announcer.announce()  # as joining, so that the next server takes other blocks
+        self._peer.reach.changed = lambda: self._on_reach_changed(config)
+        await self._announcer.announce()
+
+        # 5. Their weights.
         await self._weights.require(self.span)
         service = await self._load(config, self.span)
         self._sharing.look_again()
+
+        # 6. Clients.
         await self._peer.serve(self._dispatch)
         await self._announce_ready(config)
         self._announcer.start()
-        self._start_background_tasks(config, service)
+
+        # 7. What goes on in the background: links are measured, idle sessions end, and the server may move.
+        async def fetch() -> list[ServerInfo]:
+            return await fetch_servers(self.peer.dht, checkpoint.name, checkpoint.blocks)
+
+        async def move(span: Span, closes_gap: bool) -> bool:
+            return await self._move(config, span, closes_gap)
+
+        period = options.update_period
+        self._links = LinkMeasurement(self.peer, lambda: self.span, fetch, service.model.hidden_size, period)
+        self._links.start()
+        self._background_tasks.append(loop.create_task(self._expire_sessions()))
+        if options.may_move and service.span.length < checkpoint.blocks:
+            self._move_loop = MoveLoop(self.peer.peer_id, checkpoint.blocks, fetch, move, period, service.load_seconds)
+            self._background_tasks.append(loop.create_task(self._move_loop.run()))
 
     async def _join(self) -> Peer:
         """This server's place in the network; it is taken once."""
         if self._peer is None:
             self._peer = await join_network(self.config.p2p, AnnouncementValidator())
         return self._peer
-
-    @property
-    def _is_busy(self) -> bool:
-        return self._service is not None and self._service.engine.is_busy
-
-    def _start_background_tasks(self, config: ResolvedConfig, service: SpanService) -> None:
-        loop = asyncio.get_running_loop()
-        period = self.config.update_period
-        checkpoint = config.checkpoint
-
-        async def fetch() -> list[ServerInfo]:
-            return await fetch_servers(self.peer.dht, checkpoint.name, checkpoint.blocks)
-
-        self._links = LinkMeasurement(self.peer, lambda: self.span, fetch, service.model.hidden_size, period)
-        self._links.start()
-        self._background_tasks.append(loop.create_task(self._expire_sessions()))
-        if self.config.may_move and service.span.length < checkpoint.blocks:
-
-            async def move(span: Span, closes_gap: bool) -> bool:
-                return await self._move(config, span, closes_gap)
-
-            self._move_loop = MoveLoop(self.peer.peer_id, checkpoint.blocks, fetch, move, period, service.load_seconds)
-            self._background_tasks.append(loop.create_task(self._move_loop.run()))
 
     async def _choose_span(self, config: ResolvedConfig) -> Span:
         option, checkpoint, blocks = self.config.blocks, config.checkpoint, config.checkpoint.blocks
@@ -240,7 +226,7 @@ class Server:
     async def _load(self, config: ResolvedConfig, span: Span) -> SpanService:
         """Load the blocks and accept clients."""
         self._service = await SpanService.load(
-            config, span, self.peer, self._compute_thread, self._observer, self._head, self._standing
+            config, span, self.peer, self._compute_thread, self._observer, self._head
         )
         self._head = self._service.exits.head or self._head
         self._state = ServerState.ONLINE
@@ -355,11 +341,27 @@ class Server:
         assert self.span is not None
         return config.flash is not None and config.flash.footprint.sparse(self.span.start, self.span.end)
 
+    @property
+    def _is_busy(self) -> bool:
+        return self._service is not None and self._service.engine.is_busy
+
     async def _expire_sessions(self) -> None:
         while True:
             await asyncio.sleep(EXPIRY_PERIOD_S)
             if self._service is not None:
                 self._service.expire()
+
+    async def lost(self) -> SwarmError:
+        """Wait until this server cannot serve any more, and return the reason."""
+        cut_off = asyncio.create_task(self.peer.wait_until_cut_off())
+        done, _ = await asyncio.wait({cut_off, *self._background_tasks}, return_when=asyncio.FIRST_COMPLETED)
+        cut_off.cancel()
+        for task in done & set(self._background_tasks):
+            error = task.exception()
+            return error if isinstance(error, SwarmError) else SwarmError(f"the server broke down: {error!r}")
+        return SwarmError(
+            "the libp2p daemon of this server has ended, so no peer can reach it any more; start it again"
+        )
 
     async def stop(self) -> None:
         """Announce that this server leaves, hand its sessions over, close everything. Takes a few seconds at most."""

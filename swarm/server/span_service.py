@@ -33,7 +33,6 @@ from swarm.server.compute.engine import (
     token_budget,
 )
 from swarm.server.limits import KEPT_HIDDEN_STATES
-from swarm.server.memory.peer_standing import PeerStanding
 from swarm.server.resolved_config import ResolvedConfig
 from swarm.server.sessions.adapter_store import AdapterLimits, AdapterStore
 from swarm.server.sessions.handler import MessageHandler
@@ -112,16 +111,13 @@ class SpanService:
         compute_thread: ComputeThread,
         observer: ServerObserver | None = None,
         head: Callable[[torch.Tensor], torch.Tensor] | None = None,
-        standing: PeerStanding | None = None,
     ) -> SpanService:
         """Read the blocks and get ready to serve. Raises what loading raises.
 
         Args:
             head: of the exits at blocks that were held before (`exits.head`); None to load it if there are exits.
-            standing: of peers, which outlives the blocks; None to begin anew.
         """
         checkpoint, observer = config.checkpoint, observer or ServerObserver()
-        standing = standing or PeerStanding(time.monotonic, config.options.new_peer_share)
         # First, because it is quick: an adapter that cannot be used is reported before the weights are read.
         public = [
             await compute_thread.run(read_block_weights, source, checkpoint, span, cache_dir=config.options.cache_dir)
@@ -142,9 +138,9 @@ class SpanService:
             observer.flash_predicted(measured.decode / span.length)
         else:
             measured = await _measure_throughput(config, model, compute_thread)
-        sessions = _make_session_table(config, model, observer, standing)
+        sessions = _make_session_table(config, model, observer)
         logger.info("Attention cache: room for %d tokens", sessions.capacity)
-        engine = _make_engine(model, measured, compute_thread, observer, calibration, standing)
+        engine = _make_engine(model, measured, compute_thread, observer, calibration)
         logger.info("Scheduler: up to %d tokens an iteration", engine.budget)
         adapters = AdapterStore(time.monotonic, AdapterLimits(memory=config.adapter_memory), observer)
         if public:
@@ -219,19 +215,16 @@ class SpanService:
         return not len(self.sessions)
 
 
-def _make_session_table(
-    config: ResolvedConfig, model: SpanModel, observer: ServerObserver, standing: PeerStanding | None = None
-) -> SessionTable:
+def _make_session_table(config: ResolvedConfig, model: SpanModel, observer: ServerObserver) -> SessionTable:
     """A table that counts cache as the model's sequences take it."""
     paging, now = model.strategy.paging, time.monotonic
     if paging is not None:  # a page has room in all blocks, whichever of them a session uses
-        return SessionTable(config.cache_tokens, now, standing=standing, page=paging.pool.page_size, observer=observer)
+        return SessionTable(config.cache_tokens, now, page=paging.pool.page_size, observer=observer)
     kept, cached = KEPT_HIDDEN_STATES * model.hidden_size, config.checkpoint.structure.cached_values_per_token
     buffer_blocks = -(-kept // max(1, cached))
     return SessionTable(
         config.cache_tokens,
         now,
-        standing=standing,
         blocks=model.span.length,
         buffer_blocks=buffer_blocks,
         observer=observer,
@@ -244,18 +237,16 @@ def _make_engine(
     compute_thread: ComputeThread,
     observer: ServerObserver,
     calibration: FlashCalibration | None,
-    standing: PeerStanding,
 ) -> Engine:
-    served = standing.note_served
     if model.flash is None:
         budget = token_budget(throughput.forward / model.span.length)
-        return Engine(compute_thread, budget, observer, on_served=served)
+        return Engine(compute_thread, budget, observer)
     tokens, on_iteration = FLASH_ITERATION_TOKENS, None
     if calibration is not None:
         tokens = max(MIN_ITERATION_TOKENS, calibration.costs.token_budget(MAX_ITERATION_S, MAX_ITERATION_TOKENS))
         on_iteration = calibration.on_iteration
     # The network loop never waits for a drive.
-    return Engine(compute_thread, tokens, observer, inline=False, on_iteration=on_iteration, on_served=served)
+    return Engine(compute_thread, tokens, observer, inline=False, on_iteration=on_iteration)
 
 
 async def _load_model(config: ResolvedConfig, span: Span, compute_thread: ComputeThread) -> SpanModel:

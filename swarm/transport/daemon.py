@@ -10,13 +10,13 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
+from uuid import UUID
 
 from hivemind.p2p import P2P, P2PDaemonError, PeerID
 from multiaddr import Multiaddr
 
 from swarm.errors import RemoteError
 from swarm.transport import daemon_streams
-from swarm.transport.daemon_calls import mend_calls
 from swarm.transport.members.dht_lock import DhtLock
 from swarm.transport.reach.circuit import ask_for_place
 
@@ -184,3 +184,34 @@ def _relay_limits(options: DaemonOptions) -> dict[str, object]:
         "relayDataLimit": RELAY_DATA_LIMIT_BYTES,
     }
     return usual | dict(options.relay_limits)
+
+
+# What hivemind keeps of the calls over its one connection to the daemon has two faults, both in `ControlClient`, in
+# `_read_from_persistent_conn` and `_handle_persistent_request`. What follows mends them:
+# - One task reads all answers and gives each to its call. If the call has been given up in this very moment (its future
+#   is canceled, and its caller has not run yet), hivemind 1.1.12 raises `InvalidStateError` in that task, which ends:
+#   every later call of this peer hangs, and it answers no more requests. A peer that answers just when its caller's
+#   time is up can bring that about.
+# - A request whose sender has gone before it was answered is never forgotten, with everything that it held.
+
+
+class PendingCalls(dict[UUID, "asyncio.Future[bytes]"]):
+    """The calls that wait for an answer. One that has ended is not among them, even if its caller does not know yet."""
+
+    def __contains__(self, call_id: object) -> bool:
+        call = self.get(call_id)  # type: ignore[call-overload]
+        return call is not None and not call.done()
+
+
+class RunningRequests(dict[UUID, "asyncio.Task[None]"]):
+    """The requests of others that are being answered. One that has ended is forgotten, however it did."""
+
+    def __setitem__(self, call_id: UUID, task: asyncio.Task[None]) -> None:
+        super().__setitem__(call_id, task)
+        task.add_done_callback(lambda _: self.pop(call_id, None))
+
+
+def mend_calls(control: Any) -> None:
+    """Let hivemind's `ControlClient` keep its calls in these. For one that has no calls yet."""
+    control._pending_calls = PendingCalls()
+    control._handler_tasks = RunningRequests()

@@ -36,8 +36,7 @@ from swarm.transport.dht.node import DhtNode
 from swarm.transport.dht.records import RecordRules
 from swarm.transport.identity import Identity, load_or_create
 from swarm.transport.members.dht_lock import DhtLock
-from swarm.transport.members.gate import MemberGate
-from swarm.transport.members.greetings import Greetings, greet_all, require_welcome
+from swarm.transport.members.gate import Greetings, MemberGate, greet_all, require_welcome
 from swarm.transport.peer_streams import PeerStreams
 from swarm.transport.process_folder import ProcessFolder
 from swarm.transport.reach.address_book import AddressBook

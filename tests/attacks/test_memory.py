@@ -25,7 +25,6 @@ from swarm.protocol import messages
 from swarm.protocol.compression import encode_tensor
 from swarm.protocol.framing import encode_prefix
 from swarm.server.config import ServerConfig
-from swarm.server.memory.peer_standing import PeerStanding
 from swarm.server.sessions import request_validation
 from swarm.transport.p2p import Peer
 from tests import zoo
@@ -160,15 +159,15 @@ def test_frames_that_drip(model):
     on_virtual_time(model, act)
 
 
-def test_two_identities_that_send_large_bodies_slowly(model):
+def test_identities_that_send_large_bodies_slowly(model):
     """At a254ca2 a body was not charged, and might come as slowly as its sender liked. Charged, and with a minimum rate
-    of 4 KiB/s, two new peers could hold three quarters of the memory for requests for hours. Now whoever waits gets it.
+    of 4 KiB/s, three peers could hold all memory for requests for hours. Now whoever waits gets it.
     """
     size = 1 << 20
 
     async def act(server: Server) -> None:
         good = await (await server.client("good")).begin(changed(OPEN, session_id=b"a decent session"))
-        for name in ("one", "other"):
+        for name in ("one", "other", "third"):
             for _ in range(2):
                 await announce((await server.client(name)).stream, size, sent=size // 2)
         await asyncio.sleep(1)
@@ -178,26 +177,27 @@ def test_two_identities_that_send_large_bodies_slowly(model):
         assert asyncio.get_running_loop().time() - began < 40
         await good.right_step()
 
-    standing = PeerStanding(lambda: asyncio.get_running_loop().time())
-    on_virtual_time(model, act, standing=standing, memory=12 << 20)
+    on_virtual_time(model, act, memory=12 << 20)
 
 
-def test_two_identities_that_fill_the_cache(model):
-    """At a254ca2, two peers that sent a token every 29 minutes kept all others out."""
+@pytest.mark.parametrize("are_idle", [True, False], ids=["idle", "busy"])
+def test_two_identities_that_fill_the_cache(model, are_idle):
+    """At a254ca2, two peers that sent a token every 29 minutes kept all others out, and so did busy ones."""
 
     async def act(server: Server) -> None:
         server.sessions._now = asyncio.get_running_loop().time
         good = await (await server.client("good")).begin(changed(OPEN, session_id=b"a decent session"))
         hostile = []
         for name in ("one", "other"):
-            for number in range(3):
+            for number in range(4):
                 client = await server.client(name)
                 await client.begin(changed(OPEN, session_id=bytes([number]) * 16))
                 hostile.append(client)
         assert server.sessions.free < OPEN.max_length
         for _ in range(5):
             await asyncio.sleep(50)
-            await good.right_step()
+            for client in (good, *hostile[: 0 if are_idle else None]):
+                await client.right_step()
         late = await (await server.client("late")).begin(changed(OPEN, session_id=b"another session!"))
         refusal, _ = await hostile[0].hear()
         assert isinstance(refusal, messages.Refusal)
@@ -206,7 +206,7 @@ def test_two_identities_that_fill_the_cache(model):
         await late.right_step()
         await good.right_step()
 
-    on_virtual_time(model, act, capacity=60, peer_share=0.75)
+    on_virtual_time(model, act, capacity=72, peer_share=0.75)
 
 
 BODY_BYTES, BODIES = 8 << 20, 40

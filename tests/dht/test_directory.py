@@ -6,7 +6,7 @@ import asyncio
 import dataclasses
 import gc
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import AsyncExitStack
 from typing import Any
 
@@ -15,17 +15,29 @@ import uvloop
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarm.data_structures import ModelInfo, ServerInfo, ServerState, Span
+from swarm.data_structures import ModelInfo, ServerInfo, ServerState, Span, Whereabouts
+from swarm.dht import directory as module
 from swarm.dht import model_records
 from swarm.dht.announcer import LIFETIME_PERIODS, Announcer, adapter_names
-from swarm.dht.directory import MAX_HOLDERS, bounded_picture, fetch_models, fetch_servers
+from swarm.dht.directory import (
+    MAX_HOLDERS,
+    REFRESH_S,
+    RelayDirectory,
+    bounded_picture,
+    fetch_models,
+    fetch_servers,
+    relays_among,
+)
 from swarm.dht.server_records import encode_announcement, model_key
 from swarm.dht.validation import AnnouncementValidator
+from swarm.errors import DhtError
 from swarm.transport.dht.node import FoundRecord
+from swarm.transport.dht.record_store import best_first
 from swarm.transport.dht.records import RecordRules, sign
-from swarm.transport.dht.standing import Standing
 from swarm.transport.p2p import P2PConfig, Peer
 from swarm.transport.reach.address_book import AddressBook
+from swarm.transport.reach.relay_choice import Relay
+from tests import virtual_time
 from tests.bad_peers import Anything
 from tests.infos import server_info
 
@@ -257,11 +269,13 @@ def test_a_reader_keeps_who_served_it_in_a_flood_of_new_identities():
     """Four hundred identities announce every block; the honest servers came later than all of them."""
 
     class Dht:
-        standing = Standing(b"salt")
         book = AddressBook()
 
         def __init__(self, infos: list[ServerInfo]) -> None:
             self.infos = infos
+
+        def best_first(self, owners: Collection[str], places: int) -> list[str]:
+            return best_first(owners, places, 0.0, {}, served=[one.peer_id for one in honest])
 
         async def find(self, names: Sequence[str]) -> dict[str, list[FoundRecord]]:
             expires = time.time() + LONG
@@ -271,10 +285,87 @@ def test_a_reader_keeps_who_served_it_in_a_flood_of_new_identities():
     flood = [at(number, 0, BLOCKS) for number in range(400)]
     honest = [server_info(0, BLOCKS, f"honest {number}") for number in range(3)]
     dht: Any = Dht([*flood, *honest])
-    for info in (*flood, *honest):
-        dht.standing.note_seen(info.peer_id, time.time())
-    for info in honest:
-        dht.standing.note_served(info.peer_id, time.time())
     found = asyncio.run(fetch_servers(dht, MODEL, BLOCKS))
     assert len(found) == MAX_HOLDERS
     assert {info.peer_id for info in honest} <= {info.peer_id for info in found}
+
+
+PEER = "QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
+PUBLIC, SECOND = "/ip4/81.2.69.142/tcp/31337", "/ip6/2a02:8071:b783::1/tcp/31337"
+RELAYED = f"/ip4/8.8.8.8/tcp/31337/p2p/{PEER}/p2p-circuit"
+LAN = "/ip4/192.168.0.7/tcp/31337"
+
+
+def server(name: str, *addresses: str, relayed_peers: int = 64) -> ServerInfo:
+    where = Whereabouts(addresses, (LAN,), "81.2.69.142")
+    return server_info(0, 2, name, whereabouts=where, relayed_peers=relayed_peers)
+
+
+def test_those_relay_who_say_so_and_can_be_dialed():
+    found = relays_among(
+        [
+            server("relays", PUBLIC),
+            server("relays, too", RELAYED, SECOND, PUBLIC, relayed_peers=1),
+            server("does not", PUBLIC, relayed_peers=0),
+            server("is behind a relay itself", RELAYED),
+            server("is nowhere"),
+        ]
+    )
+    assert found == [Relay("relays", PUBLIC), Relay("relays, too", SECOND)]
+    assert relays_among([]) == []
+
+
+class Dht:
+    """What the DHT says; it notes how often it was asked."""
+
+    def __init__(self) -> None:
+        self.servers: list[ServerInfo] = []
+        self.fails = False
+        self.asked: list[object] = []
+        self.dht: Any = object()
+
+    async def fetch(self, dht: object, model: str, blocks: int) -> list[ServerInfo]:
+        assert dht is self.dht
+        self.asked.append((model, blocks))
+        if self.fails:
+            raise DhtError("nobody answers")
+        return self.servers
+
+
+@pytest.fixture
+def dht(monkeypatch) -> Dht:
+    made = Dht()
+    monkeypatch.setattr(module, "fetch_servers", made.fetch)
+    return made
+
+
+def test_an_answer_of_the_dht_is_used_for_a_while(dht):
+    async def scenario():
+        directory = RelayDirectory(dht, "model", 12)
+        dht.servers = [server("one", PUBLIC)]
+        assert await directory.relays() == [Relay("one", PUBLIC)]
+        dht.servers = [server("two", SECOND)]
+        await asyncio.sleep(REFRESH_S - 1)
+        assert await directory.relays() == [Relay("one", PUBLIC)]
+        assert dht.asked == [("model", 12)]
+        await asyncio.sleep(2)
+        assert await directory.relays() == [Relay("two", SECOND)]
+        assert dht.asked == [("model", 12)] * 2
+
+    virtual_time.run(scenario)
+
+
+def test_if_the_dht_does_not_answer_the_relays_of_before_are_still_there(dht):
+    async def scenario():
+        directory = RelayDirectory(dht, "model", 12)
+        dht.fails = True
+        assert await directory.relays() == []
+        dht.fails, dht.servers = False, [server("one", PUBLIC)]
+        await asyncio.sleep(REFRESH_S)
+        assert await directory.relays() == [Relay("one", PUBLIC)]
+        dht.fails = True
+        await asyncio.sleep(REFRESH_S)
+        assert await directory.relays() == [Relay("one", PUBLIC)]
+        assert len(dht.asked) == 3
+
+    virtual_time.run(scenario)

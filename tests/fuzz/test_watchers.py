@@ -42,16 +42,13 @@ def test_what_is_kept_is_named_beyond_what_may_be_open_besides():
     assert not_returned(before, now) == ["files 10 -> 27", "sessions 0 -> 1"]
 
 
-@pytest.mark.parametrize(
-    ("line", "wrong"),
-    [
+def test_what_a_log_may_not_hold():
+    for line, wrong in [
         ("", ""),
         (json.dumps({"level": "WARNING", "message": "slow"}), ""),
         (json.dumps({"level": "ERROR", "message": "broken"}), "broken"),
         (json.dumps({"level": "INFO", "message": "m", "exception": "Traceback"}), "m Traceback"),
         ("Fatal Python error", "Fatal Python error"),
         ("[1]", "[1]"),
-    ],
-)
-def test_what_a_log_may_not_hold(line, wrong):
-    assert wrong_in_log(line) == wrong
+    ]:
+        assert wrong_in_log(line) == wrong

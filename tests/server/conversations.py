@@ -21,7 +21,6 @@ from swarm.protocol.compression import decode_tensor, encode_tensor, payload_byt
 from swarm.protocol.input_checksum import input_checksum
 from swarm.server.compute.compute_thread import ComputeThread
 from swarm.server.compute.engine import Engine
-from swarm.server.memory.peer_standing import PeerStanding
 from swarm.server.sessions.adapter_store import AdapterLimits, AdapterStore
 from swarm.server.sessions.handler import MessageHandler
 from swarm.server.sessions.request_validation import RequestLimits
@@ -73,14 +72,13 @@ class Server:
         runtime: Any = None,
         budget: int = 64,
         peer_share: float = 1.0,
-        standing: PeerStanding | None = None,
         **limits: int,
     ) -> None:
         self.model = model
         self.now = 0.0
         self.hub = MemoryHub()
         self.runtime = runtime or ComputeThread()
-        self.sessions = SessionTable(capacity, lambda: self.now, peer_share, standing, blocks=model.span.length)
+        self.sessions = SessionTable(capacity, lambda: self.now, peer_share, blocks=model.span.length)
         self.network = MemoryNetwork(self.hub, "server")
         engine, bounds = (
             Engine(self.runtime, budget),

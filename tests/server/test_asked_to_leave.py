@@ -18,12 +18,12 @@ from tests.swarms import TestSwarm, run_client, run_swarm
 
 pytestmark = pytest.mark.slow
 
-CACHE_TOKENS, NEW_PEER_SHARE = 128, 0.4
+CACHE_TOKENS = 128
 NEW = 91
 """With the prompt, three quarters of the cache: all that one peer may have, and more than its share."""
 
-OTHER_TOKENS = 50
-"""What another new peer wants, within its share, and more than the quarter that is left."""
+OTHERS, OTHER_TOKENS = 3, 16
+"""How many peers come, and what each wants: its share, and together more than the quarter that is left."""
 
 PROMPT = torch.tensor([zoo.PROMPTS[0]])
 
@@ -45,20 +45,21 @@ def others() -> Iterator[ExitStack]:
 
 
 def comes(swarm: TestSwarm, others: ExitStack) -> Any:
-    """Another client opens a session where this one's is, and keeps it."""
+    """Other clients open sessions where this one's is, and keep them."""
 
     def event(session: InferenceSession) -> None:
         assert session.route is not None
         server = session.route.hops[0].server.peer_id
-        model = others.enter_context(run_client(swarm, allowed_servers=(server,)))
-        others.enter_context(model.inference_session(max_length=OTHER_TOKENS)).open()
+        for _ in range(OTHERS):
+            model = others.enter_context(run_client(swarm, allowed_servers=(server,)))
+            others.enter_context(model.inference_session(max_length=OTHER_TOKENS)).open()
 
     return event
 
 
 def run(folder: Path, servers: int) -> Any:
     blocks = [f"0:{zoo.BLOCKS}"] * servers
-    return run_swarm(folder, blocks, dtype="float32", cache_tokens=CACHE_TOKENS, new_peer_share=NEW_PEER_SHARE)
+    return run_swarm(folder, blocks, dtype="float32", cache_tokens=CACHE_TOKENS)
 
 
 def test_a_session_that_was_asked_to_leave_goes_on_elsewhere(folder, expected, others):

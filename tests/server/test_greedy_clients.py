@@ -14,9 +14,10 @@ from swarm.models.execution.span_model import SpanModel
 from swarm.models.execution.strategy import PADDED
 from swarm.protocol import messages
 from swarm.protocol.compression import encode_tensor
+from swarm.server.memory import MAKE_ROOM_PERIOD_S
 from swarm.server.sessions.pushing.push_link import MIN_BYTES_PER_S, PUSH_TIMEOUT_S
 from swarm.server.sessions.request_validation import RequestLimits
-from swarm.server.sessions.session_table import EXPIRY_PERIOD_S, RECONNECT_TIMEOUT_S
+from swarm.server.sessions.session_table import RECONNECT_TIMEOUT_S
 from tests import memory_hub
 from tests.server.conversations import (
     OPEN,
@@ -145,7 +146,7 @@ def test_who_waits_for_room_gets_what_another_client_leaves(model, end):
             else:
                 holder.stream.close()
             assert await asking == messages.SessionOpened(0)
-            assert now() - began <= 5 + (0 if end == "closes" else RECONNECT_TIMEOUT_S + EXPIRY_PERIOD_S) + 0.1
+            assert now() - began <= 5 + (0 if end == "closes" else RECONNECT_TIMEOUT_S + MAKE_ROOM_PERIOD_S) + 0.1
             await client.right_step()
 
     on_virtual_time(model, act)

@@ -79,35 +79,38 @@ def test_the_device():
     assert resolve_device("auto").type == ("cuda" if torch.cuda.is_available() else "cpu")
 
 
-@pytest.mark.parametrize("name", ["gpu", "", "cpu:cpu", "cuda:99", "xpu:7"])
-def test_a_device_that_this_machine_has_not(name):
-    with pytest.raises(InvalidOption, match="--device"):
-        resolve_device(name)
+def test_a_device_that_this_machine_has_not():
+    for name in [
+        "gpu",
+        "",
+        "cpu:cpu",
+        "cuda:99",
+        "xpu:7",
+    ]:
+        with pytest.raises(InvalidOption, match="--device"):
+            resolve_device(name)
 
 
 FORMS = {form: MemoryFootprint((weight,) * 8, 1) for form, weight in (("none", 400), ("int8", 200), ("int4", 100))}
 
 
-@pytest.mark.parametrize(
-    ("wanted", "free", "form"),
-    [
+def test_the_form_of_weights_that_nobody_asked_for():
+    for wanted, free, form in [
         (Span(0, 4), 2000, "none"),
         (Span(0, 4), 1000, "int8"),
         (Span(0, 4), 500, "int4"),
-        (Span(0, 4), 100, "none"),  # fits in no form, which is then said of the exact one
+        (Span(0, 4), 100, "none"),
         (2, 1000, "none"),
         (2, 500, "int8"),
         (2, 300, "int4"),
-        (99, 4000, "none"),  # more than there are
-        (None, 4000, "none"),  # the whole model
-        (None, 3000, "int8"),  # some more of it
-        (None, 1000, "int8"),  # never 4 bits for more blocks
-        (None, 150, "int4"),  # unless it is the only way to serve
+        (99, 4000, "none"),
+        (None, 4000, "none"),
+        (None, 3000, "int8"),
+        (None, 1000, "int8"),
+        (None, 150, "int4"),
         (None, 10, "none"),
-    ],
-)
-def test_the_form_of_weights_that_nobody_asked_for(wanted, free, form):
-    assert choose_quantization(FORMS, wanted, int(free / MAX_MEMORY_SHARE) + 10, 1) == form
+    ]:
+        assert choose_quantization(FORMS, wanted, int(free / MAX_MEMORY_SHARE) + 10, 1) == form
 
 
 def test_where_the_cache_is_what_does_not_fit_weights_stay_exact():

@@ -10,7 +10,7 @@ from swarm.data_structures import WireFormat
 from swarm.models.execution.span_model import SpanModel
 from swarm.protocol import messages
 from swarm.protocol.framing import encode_prefix
-from swarm.server.memory.leaving import IDLE_AFTER_S
+from swarm.server.memory import IDLE_AFTER_S
 from tests.server.conversations import (
     FORWARD,
     OPEN,

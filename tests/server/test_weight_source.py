@@ -50,12 +50,14 @@ def opened(*arguments, **options) -> WeightSource:
     return asyncio.run(WeightSource.open(config(*arguments, **options), Thread(), join))
 
 
-@pytest.mark.parametrize(
-    ("share", "is_private", "expected"),
-    [(None, True, True), (None, False, False), (True, False, True), (False, True, False)],
-)
-def test_weights_are_shared_in_private_swarms_unless_it_is_said(share, is_private, expected):
-    assert WeightsOption(share=share).shares(is_private) is expected
+def test_weights_are_shared_in_private_swarms_unless_it_is_said():
+    for share, is_private, expected in [
+        (None, True, True),
+        (None, False, False),
+        (True, False, True),
+        (False, True, False),
+    ]:
+        assert WeightsOption(share=share).shares(is_private) is expected
 
 
 @pytest.mark.parametrize("source", ["auto", "hub", "peers"])
@@ -102,19 +104,16 @@ def test_what_peers_say_is_told_with_what_the_hub_said(monkeypatch):
         asyncio.run(WeightSource.open(options, Thread(), joined))
 
 
-@pytest.mark.parametrize(
-    ("arguments", "expected"),
-    [
+def test_command_line_options():
+    for arguments, expected in [
         ((), WeightsOption()),
         (("--weights-from", "peers", "--digests", "FILE"), WeightsOption("peers", Path("FILE"))),
         (("--digests", "a.json", "--share-weights", "off"), WeightsOption(digests=Path("a.json"), share=False)),
         (("--share-weights", "on", "--share-rate", "10MB"), WeightsOption(share=True, share_rate=10_000_000)),
         (("--weights-from", "./peers"), WeightsOption("./peers")),
-    ],
-)
-def test_command_line_options(arguments, expected):
-    context = command.make_context("server", [NAME, "--new-swarm", *arguments])
-    assert _server_config(context.params, ()).weights == expected
+    ]:
+        context = command.make_context("server", [NAME, "--new-swarm", *arguments])
+        assert _server_config(context.params, ()).weights == expected
 
 
 @pytest.mark.parametrize("rate", ["fast", "-1", "0"])

@@ -372,22 +372,19 @@ EVERYWHERE = ("/ip4/0.0.0.0/tcp/31337",)
 INVITE: Any = object()
 
 
-@pytest.mark.parametrize(
-    ("relay", "in_open_swarm", "in_private_swarm"),
-    [
+def test_for_how_many_a_peer_relays():
+    for relay, in_open_swarm, in_private_swarm in [
         (None, RELAYED_PEERS, 0),
         (True, RELAYED_PEERS, RELAYED_PEERS),
         (False, 0, 0),
         (0, 0, 0),
         (1, 1, 1),
         (500, 500, 500),
-    ],
-)
-def test_for_how_many_a_peer_relays(relay, in_open_swarm, in_private_swarm):
-    for membership, expected in ((None, in_open_swarm), (INVITE, in_private_swarm)):
-        config = P2PConfig(host_maddrs=EVERYWHERE, membership=membership, relay=relay)
-        assert config.relayed_peers == expected
-        assert type(config.relayed_peers) is int
+    ]:
+        for membership, expected in ((None, in_open_swarm), (INVITE, in_private_swarm)):
+            config = P2PConfig(host_maddrs=EVERYWHERE, membership=membership, relay=relay)
+            assert config.relayed_peers == expected
+            assert type(config.relayed_peers) is int
 
 
 @pytest.mark.parametrize("relay", [None, True, 5])

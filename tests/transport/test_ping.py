@@ -214,8 +214,7 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize("measure", [measure_round_trip, measure_bandwidth])
-@pytest.mark.parametrize("rights", [0, 2])
+@pytest.mark.parametrize(("measure", "rights"), [(measure_round_trip, 0), (measure_bandwidth, 2)])
 @pytest.mark.parametrize(("answer", "kind", "why"), WRONG)
 def test_wrong_answers_are_typed_errors_in_time(measure, rights, answer, kind, why):
     async def scenario(swarm):

@@ -8,9 +8,8 @@ from contextlib import asynccontextmanager
 
 from swarm.cli.doctor import verdicts
 from swarm.cli.doctor.verdicts import Finding
-from swarm.dht.directory import fetch_models
+from swarm.dht.directory import RelayDirectory, fetch_models
 from swarm.dht.probe import ProbeResult, probe, read_record, write_record
-from swarm.dht.relay_directory import RelayDirectory
 from swarm.dht.validation import AnnouncementValidator
 from swarm.errors import AddressUnavailable, MembershipError, PeerLost, SwarmError
 from swarm.membership.invite import Invite

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from ipaddress import ip_address
 
 from swarm.common.units import format_bytes
-from swarm.transport.reach.verdict import Reach
+from swarm.transport.reach.reach_estimate import Reach
 
 MIN_PYTHON = (3, 11)
 

@@ -166,7 +166,7 @@ class RoutePlanner:
         is_known = health.is_banned(peer_id, now) and reason in health.reasons(peer_id)
         until = health.record_failure(peer_id, reason, now)
         if reason.counts_as_strike:
-            self._peer.dht.standing.note_failed(peer_id)
+            self._peer.dht.served.discard(peer_id)
         logger.debug("…%s %s; avoided for %.0f s: %s", peer_id[-6:], reason.value, until - now, error)
         if not is_known:  # else another session has reported it already
             self._emit(PeerAvoided(peer_id, reason.value, until - now))
@@ -174,7 +174,7 @@ class RoutePlanner:
     def report_success(self, peer_id: str) -> None:
         """The server works."""
         self.router.health.record_success(peer_id, time.monotonic())
-        self._peer.dht.standing.note_served(peer_id, time.time())
+        self._peer.dht.served.add(peer_id)
 
     def timeout_factor(self, peer_id: str) -> float:
         """2 to the power of the recent timeouts of the server: it may be slow, not dead."""

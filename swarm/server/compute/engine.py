@@ -146,7 +146,6 @@ class Engine:
         inline: whether a quick lone step may be computed in the network loop; not if computing may wait for a drive.
         on_iteration: is told how many sequences and tokens every iteration had, and how many seconds it took. Called in
             the compute thread.
-        on_served: is told of each peer for which tokens were computed, and how many.
     """
 
     def __init__(
@@ -156,12 +155,10 @@ class Engine:
         observer: ServerObserver | None = None,
         inline: bool = True,
         on_iteration: Callable[[int, int, float], None] | None = None,
-        on_served: Callable[[str, int], None] | None = None,
     ) -> None:
         self.compute_thread = compute_thread
         self._inline = inline
         self._on_iteration = on_iteration
-        self._on_served = on_served
         self.budget = budget
         self._observer = observer or ServerObserver()
         self._arrived: deque[QueuedRequest] = deque()
@@ -212,8 +209,6 @@ class Engine:
 
     def _on_settled(self, queued: QueuedRequest, future: asyncio.Future[ComputeResult]) -> None:
         if not future.cancelled() and future.exception() is None:
-            if self._on_served is not None:
-                self._on_served(queued.request.peer, queued.request.layout.tokens)
             return self._observer.request_finished(queued.request.kind, time.monotonic() - queued.arrived_at)
         with self._lock:
             if queued in self._arrived:  # its caller gave it up; the iteration that runs may take long

@@ -40,7 +40,7 @@ from swarm.server.sessions.pushing.dial_budget import DialBudget
 from swarm.server.sessions.pushing.push_link import PushLink
 from swarm.server.sessions.replies import Answer, Replies
 from swarm.server.sessions.reply_stream import REFUSED_PAYLOAD_TIMEOUT_S, ReplyStream
-from swarm.server.sessions.request_memory import Admission, RequestMemory
+from swarm.server.sessions.request_memory import Admission, RequestAccount
 from swarm.server.sessions.request_validation import RequestLimits, RequestValidator
 from swarm.server.sessions.session import Session, SessionTerms
 from swarm.server.sessions.session_steps import SessionSteps
@@ -85,7 +85,7 @@ class MessageHandler:
         self._network = network
         self._dials = DialBudget(network.knows)
         self._stateless = StatelessRequests(model, self._validator, engine, store)
-        self._memory = RequestMemory(model, self._limits, store, sessions.standing, self._observer)
+        self._memory = RequestAccount(model, self._limits, store, self._observer)
         self._notices: set[asyncio.Task[None]] = set()
         sessions.ask_to_leave = self._ask_to_leave
         self._streams: dict[str, set[ReplyStream]] = {}
@@ -165,8 +165,6 @@ class MessageHandler:
                     self._unanswered.remove()
                     admission.release()
         except ProtocolViolation as error:
-            if self._sessions.standing is not None:
-                self._sessions.standing.note_violation(stream.peer_id)
             await self._reject(stream, error)
         except (MemoryFull, TooLong) as error:  # the payload was not read, so nothing after it can be
             if admission is None:

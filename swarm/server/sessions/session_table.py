@@ -5,30 +5,25 @@ sequences. A token is one position in all blocks of the server, so a session on 
 what its last reply takes as well, whose size does not depend on the blocks. It frees them
 when it is closed, when its connection has been gone for `RECONNECT_TIMEOUT_S` seconds (so that
 a client may reconnect and ask for a lost reply again), or when nothing has arrived for it for `IDLE_TIMEOUT_S` seconds.
-If another session needs its cache, it may be asked to leave before (`swarm.server.memory.leaving`). A session belongs
+If another session needs its cache, it may be asked to leave before (`swarm.server.memory`). A session belongs
 to the peer that opened it.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+import functools
+from collections.abc import Callable
 
 from swarm.errors import CacheFull, UnknownSession, WrongSpan
 from swarm.metrics.server import ServerObserver
 from swarm.protocol.messages import MAX_PEER_SESSIONS
-from swarm.server.memory.leaving import HeldCache, choose_leaving
-from swarm.server.memory.peer_standing import PeerStanding
-from swarm.server.memory.pool import MAX_PEER_CACHE_SHARE, MemoryPool
+from swarm.server.memory import KEPT_CACHE_SHARE, MAX_PEER_CACHE_SHARE, HeldCache, MemoryPool, choose_leaving
 from swarm.server.sessions.reply_stream import ReplyStream
 from swarm.server.sessions.session import LINK_TIMEOUT_S, Session, SessionTerms
 
 RECONNECT_TIMEOUT_S = 30.0
 IDLE_TIMEOUT_S = 1800.0
-
-EXPIRY_PERIOD_S = 1.0
-"""Time between checks for expired sessions while another session waits for cache."""
 
 
 class SessionTable:
@@ -38,7 +33,6 @@ class SessionTable:
         capacity: tokens of cache that all sessions together may reserve.
         now: clock in seconds.
         peer_share: share of the cache that the sessions of one peer may reserve.
-        standing: of peers; None if all are alike.
         page: tokens of the smallest piece in which cache is given out.
         blocks: number of blocks among which a token's cache is divided; None if a session on some of the server's
             blocks takes as much cache as one on all of them.
@@ -55,7 +49,6 @@ class SessionTable:
         capacity: int,
         now: Callable[[], float],
         peer_share: float = MAX_PEER_CACHE_SHARE,
-        standing: PeerStanding | None = None,
         page: int = 1,
         blocks: int | None = None,
         buffer_blocks: int = 0,
@@ -65,9 +58,7 @@ class SessionTable:
         self._page = page
         self._blocks = blocks
         self._buffer_blocks = buffer_blocks
-        self._peer_share = peer_share
-        self.standing = standing
-        self._allocator = MemoryPool(self.capacity, peer_share, standing=self._standing_of)
+        self._pool = MemoryPool(self.capacity, peer_share)
         self.ask_to_leave: Callable[[Session], None] = lambda session: None
         self._now = now
         self._sessions: dict[tuple[str, bytes], Session] = {}
@@ -80,7 +71,7 @@ class SessionTable:
     @property
     def free(self) -> int:
         """Tokens of cache that are not reserved."""
-        return self._allocator.free
+        return self._pool.free
 
     async def open_session(self, session: Session, sequences: int = 1, client: ReplyStream | None = None) -> Session:
         """Register the session with cache for `sequences`, or return the session that this client has under its id.
@@ -162,8 +153,8 @@ class SessionTable:
             more = self.tokens_reserved(terms, sequences) - self.tokens_reserved(terms, session.sequences)
             if more > 0:
                 try:
-                    async with self._making_room(session, more):
-                        await self._allocator.allocate_or_wait(session, terms.peer_id, more, terms.wait_timeout_s)
+                    make_room = functools.partial(self._make_room, session, more)
+                    await self._pool.charge_or_wait(session, terms.peer_id, more, terms.wait_timeout_s, make_room)
                 except CacheFull:
                     self.require_open(session)  # it may have been closed meanwhile
                     raise
@@ -187,55 +178,26 @@ class SessionTable:
 
     def refuse_waiting(self) -> None:
         """From now on no session waits for cache."""
-        self._allocator.refuse_waiting()
-
-    @asynccontextmanager
-    async def _making_room(self, session: Session, tokens: int) -> AsyncIterator[None]:
-        """Close sessions whose client is gone, or that others may ask to leave: at once, and often while it waits."""
-
-        async def make_room_regularly() -> None:
-            while True:
-                await asyncio.sleep(EXPIRY_PERIOD_S)
-                self._make_room(session, tokens)
-
-        self._make_room(session, tokens)
-        task = asyncio.create_task(make_room_regularly()) if session.terms.wait_timeout_s > 0 else None
-        try:
-            yield
-        finally:
-            if task is not None:
-                task.cancel()
+        self._pool.refuse_waiting()
 
     def _make_room(self, session: Session, tokens: int) -> None:
         """Close what has expired and, if the session still cannot have so many tokens more, what gives way to it."""
         self.expire()
         peer, now = session.terms.peer_id, self._now()
-        needed, wanted = tokens - self.free, self._allocator.held_by_peer(peer) + tokens
-        if needed <= 0 or wanted > self._allocator.quota:
-            return
-        if not self._allocator.comes_next(session, peer):  # who is before it would get what becomes free
-            return
         held = [
             HeldCache(
                 one,
                 one.terms.peer_id,
-                self._allocator.held_by(one),
+                self._pool.held_by(one),
                 0.0 if one.is_busy or one.reserving.locked() else now - one.last_seen,
             )
             for one in self._sessions.values()
             if one is not session
         ]
-        for leaving in choose_leaving(held, peer, needed, wanted, self._kept_by, self._standing_of):
+        wanted = self._pool.held_by_peer(peer) + tokens
+        for leaving in choose_leaving(held, peer, tokens - self.free, wanted, self.capacity * KEPT_CACHE_SHARE):
             self.ask_to_leave(leaving)
             self.close(leaving, "asked_to_leave")
-
-    def _standing_of(self, peer: str) -> float:
-        return self.standing(peer) if self.standing is not None else 1.0
-
-    def _kept_by(self, peer: str) -> float:
-        """Tokens that a peer keeps if others want them."""
-        share = self._peer_share if self.standing is None else self.standing.kept_share(peer, self._peer_share)
-        return self.capacity * share
 
     def detach(self, session: Session, client: ReplyStream | None = None) -> None:
         """A connection that used the session has ended."""
@@ -258,7 +220,7 @@ class SessionTable:
         session.abandon_step()  # before others get its cache
         session.cache.clear()  # its connection may stay open and keep the session in memory
         session.last = None
-        self._allocator.release(session)
+        self._pool.release(session)
         self._report()
         return True
 

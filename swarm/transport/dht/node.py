@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
 import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
@@ -20,10 +19,10 @@ from hivemind.p2p import P2P, PeerID
 from swarm.common.warn_once import WarnOnce
 from swarm.errors import ClockDiffers, DhtError, SwarmError
 from swarm.transport.dht.protocol import REQUEST_TIMEOUT_S, DhtProtocol
+from swarm.transport.dht.record_store import best_first
 from swarm.transport.dht.records import Accepted, Record, RecordRules, is_expired, key_bytes, sign
 from swarm.transport.dht.routing_table import BUCKET_NODES, node_id_of
 from swarm.transport.dht.search import Request, Search
-from swarm.transport.dht.standing import Standing
 from swarm.transport.identity import Identity
 from swarm.transport.members.dht_lock import CLOCKS_DIFFER
 from swarm.transport.reach.address_book import AddressBook
@@ -78,7 +77,7 @@ class DhtNode:
     Attributes:
         p2p: the libp2p daemon.
         protocol: the exchanges with other nodes.
-        standing: what this peer remembers of the owners of records.
+        served: peers that have done what this one asked for, and not failed since; their records are kept first.
         book: where other peers can be dialed, as their records say.
     """
 
@@ -93,12 +92,14 @@ class DhtNode:
     ) -> None:
         self.p2p = p2p
         self.book = book if book is not None else AddressBook()
-        self.standing = Standing(secrets.token_bytes(16))
-        self.protocol = DhtProtocol(p2p, rules, self.standing, is_client)
+        self.served: set[str] = set()
+        self.protocol = DhtProtocol(p2p, rules, is_client)
         self._identity = identity
         self._initial_peers = tuple(initial_peers)
         self._own: PeerID = p2p.peer_id
         self._found: OrderedDict[bytes, dict[str, Record]] = OrderedDict()
+        self._since: dict[str, float] = {}
+        """When each owner of those records was first found."""
         self._warn_once = WarnOnce(logger)
 
     async def join(self) -> None:
@@ -270,10 +271,14 @@ class DhtNode:
             if owner not in known or known[owner].expires < record.expires:
                 known[owner] = record
         if len(known) > MAX_FOUND:
-            kept = set(self.standing.select(known, MAX_FOUND, time.time()))
+            kept = set(self.best_first(known, MAX_FOUND))
             for owner in list(known):
                 if owner not in kept:
                     del known[owner]
+
+    def best_first(self, owners: Collection[str], places: int) -> list[str]:
+        """The owners of records that a reader keeps; see `record_store.best_first`."""
+        return best_first(owners, places, time.time(), self._since, served=self.served)
 
     def _remembered(self, key: bytes, now: float) -> dict[str, Record]:
         """What was found under a key before, and is not over."""
@@ -292,11 +297,9 @@ class DhtNode:
         total = sum(map(len, self._found.values()))
         while total > MAX_REMEMBERED:
             total -= len(self._found.popitem(last=False)[1])
+        self._since = {owner: self._since.get(owner, now) for known in self._found.values() for owner in known}
 
     def _kept(self, known: dict[str, Record]) -> list[FoundRecord]:
-        now = time.time()
-        for owner in known:
-            self.standing.note_seen(owner, now)
         verdicts = ((self.protocol.checker.check(record), record.expires) for record in known.values())
         return [
             FoundRecord(verdict.owner, verdict.payload, expires)

@@ -20,16 +20,15 @@ from hivemind.p2p import P2P, PeerID, ServicerBase
 from hivemind.p2p.p2p_daemon import P2PContext
 from hivemind.proto import dht_pb2
 
+from swarm.common.token_buckets import TokenBuckets
 from swarm.errors import ClockDiffers, ProtocolViolation, RequestRefused, SwarmError
 from swarm.protocol.messages import PROTOCOL_ID
 from swarm.transport.dht import messages
 from swarm.transport.dht.hivemind_errors import raise_dht_errors
 from swarm.transport.dht.peer_networks import PeerNetworks
 from swarm.transport.dht.record_store import RecordStore
-from swarm.transport.dht.records import Accepted, Record, RecordChecker, RecordRules, Refusal, owner_of
-from swarm.transport.dht.request_budget import CheckBudget, RequestBudget
+from swarm.transport.dht.records import Accepted, Record, RecordChecker, RecordProblem, RecordRules, owner_of
 from swarm.transport.dht.routing_table import BUCKET_NODES, MAX_SILENT_S, RoutingTable, node_id_of
-from swarm.transport.dht.standing import Standing
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +46,22 @@ records that are over."""
 
 CHECKED_AT_ONCE = 16
 """Records that are checked before other tasks have their turn."""
+
+REQUEST_BURST, REQUESTS_PER_S = 512.0, 64.0
+"""Units that a peer may use at once, and then every second. A request is one, and so is each record that it brings,
+whose signature has to be verified, and each `ANSWER_UNIT_BYTES` of an answer."""
+
+ANSWER_UNIT_BYTES = 64 * 1024
+MAX_PEERS = 4096
+"""Peers whose use is remembered; the one that has asked nothing for longest is forgotten first."""
+
+CHECK_BURST, CHECKS_PER_S = 2048.0, 256.0
+"""Records whose signature a node verifies for all others together, who may have any number of identities, at once, and
+then every second: about 2 % of a processor's time. Servers have two records a minute to be verified at each of 8 nodes.
+"""
+
+ESTABLISHED_CHECK_SHARE = 0.5
+"""Share of these that only established owners may use."""
 
 MAX_PINGS_BACK = 256
 """Pings that are under way because other peers asked for them, one for each."""
@@ -67,7 +82,7 @@ class Found:
     all_over: bool = False
 
 
-def _ignore(refusal: Refusal) -> None:
+def _ignore(refusal: RecordProblem) -> None:
     pass
 
 
@@ -87,22 +102,20 @@ class DhtProtocol(ServicerBase):  # type: ignore[misc]
         self,
         p2p: P2P,
         rules: RecordRules,
-        standing: Standing,
         is_client: bool,
     ) -> None:
         super().__init__()
         self.table = RoutingTable(p2p.peer_id)
-        self.store = RecordStore(standing)
+        self.store = RecordStore()
         self.checker = RecordChecker(rules)
-        self.observe_refusal: Callable[[Refusal], None] = _ignore
+        self.observe_refusal: Callable[[RecordProblem], None] = _ignore
         node_id = b"" if is_client else node_id_of(p2p.peer_id)
         self.node_info = dht_pb2.NodeInfo(node_id=node_id)
         self.is_client = is_client
         self._p2p = p2p
         self._networks = PeerNetworks(p2p)
-        self._budget = RequestBudget()
-        self._checks = CheckBudget()
-        self._standing = standing
+        self._requests = TokenBuckets[bytes](REQUEST_BURST, REQUESTS_PER_S, MAX_PEERS)
+        self._checks = TokenBuckets[None](CHECK_BURST, CHECKS_PER_S, 1)
         self._pinging_back: set[PeerID] = set()
         self._background: set[asyncio.Task[Any]] = set()
 
@@ -164,10 +177,11 @@ class DhtProtocol(ServicerBase):  # type: ignore[misc]
     async def _answer(self, method: Callable[..., Awaitable[Any]], request: Any, context: P2PContext) -> Any:
         sender = context.remote_id.to_bytes()
         records = len(request.values) if isinstance(request, dht_pb2.StoreRequest) else 0
-        if not self._budget.allows(sender, time.monotonic(), records):
+        if self._requests.left(sender, time.monotonic()) < 1.0:
             raise RequestRefused("too many requests to the DHT; wait a few seconds")
+        self._requests.take(sender, 1.0 + records, time.monotonic())
         response = await method(request, context)
-        self._budget.charge_answer(sender, response.ByteSize(), time.monotonic())
+        self._requests.take(sender, response.ByteSize() / ANSWER_UNIT_BYTES, time.monotonic())
         return response
 
     async def rpc_ping(self, request: dht_pb2.PingRequest, context: P2PContext) -> dht_pb2.PingResponse:
@@ -186,7 +200,7 @@ class DhtProtocol(ServicerBase):  # type: ignore[misc]
         network = await self._networks.network_of(sender)
         response = dht_pb2.StoreResponse(peer=self.node_info)
         for record, in_cache in zip(records, request.in_cache, strict=True):
-            refusal = Refusal.CACHED if in_cache else self._store(record, sender, network)
+            refusal = RecordProblem.CACHED if in_cache else self._store(record, sender, network)
             if refusal is not None:
                 self.observe_refusal(refusal)
             response.store_ok.append(refusal is None)
@@ -202,17 +216,19 @@ class DhtProtocol(ServicerBase):  # type: ignore[misc]
             messages.add_neighbors(result, self.table.nearest(key, BUCKET_NODES, exclude=context.remote_id))
         return dht_pb2.FindResponse(results=results, peer=self.node_info)
 
-    def _store(self, record: Record | None, sender: str, network: str) -> Refusal | None:
+    def _store(self, record: Record | None, sender: str, network: str) -> RecordProblem | None:
         if record is None:
-            return Refusal.MALFORMED
-        if not self._checks.allows(time.monotonic(), self._standing.is_established(sender, time.time())):
-            return Refusal.BUSY
+            return RecordProblem.MALFORMED
+        reserved = 0.0 if self.store.is_established(sender, time.time()) else CHECK_BURST * ESTABLISHED_CHECK_SHARE
+        if self._checks.left(None, time.monotonic()) - 1.0 < reserved:
+            return RecordProblem.BUSY
+        self._checks.take(None, 1.0, time.monotonic())
         if owner_of(record.subkey) != sender:
-            return Refusal.WRONG_OWNER
+            return RecordProblem.WRONG_OWNER
         verdict = self.checker.check(record)
-        if isinstance(verdict, Refusal):
+        if isinstance(verdict, RecordProblem):
             return verdict
-        return None if self.store.store(record, sender, time.time(), network) else Refusal.NO_ROOM
+        return None if self.store.store(record, sender, time.time(), network) else RecordProblem.NO_ROOM
 
     # What this node asks others. Where the swarm is private, errors of membership come from here too.
 
@@ -269,7 +285,7 @@ class DhtProtocol(ServicerBase):  # type: ignore[misc]
 
     async def _believed(self, found: dict[bytes, list[Record]]) -> tuple[dict[bytes, list[tuple[str, Record]]], bool]:
         believed: dict[bytes, list[tuple[str, Record]]] = {key: [] for key in found}
-        refused: Counter[Refusal] = Counter()
+        refused: Counter[RecordProblem] = Counter()
         for number, (key, record) in enumerate((key, record) for key, records in found.items() for record in records):
             verdict = self.checker.check(record)
             if isinstance(verdict, Accepted):
@@ -277,11 +293,11 @@ class DhtProtocol(ServicerBase):  # type: ignore[misc]
             else:
                 self.observe_refusal(verdict)
                 refused[verdict] += 1
-                if refused.total() - refused[Refusal.LIFETIME] > MAX_BAD_RECORDS:
+                if refused.total() - refused[RecordProblem.LIFETIME] > MAX_BAD_RECORDS:
                     raise ProtocolViolation(f"an answer of the DHT has invalid records: {verdict}")
             if number % CHECKED_AT_ONCE == CHECKED_AT_ONCE - 1:
                 await asyncio.sleep(0)
-        return believed, refused[Refusal.LIFETIME] > 0 and not any(believed.values())
+        return believed, refused[RecordProblem.LIFETIME] > 0 and not any(believed.values())
 
     # Whom this node knows.
 

@@ -51,7 +51,7 @@ _SIGNATURE = (b"[signature:", b"]")
 _payload_decoder = msgspec.msgpack.Decoder(bytes)
 
 
-class Refusal(enum.StrEnum):
+class RecordProblem(enum.StrEnum):
     """Why a record is neither stored nor believed."""
 
     MALFORMED = "malformed"
@@ -72,7 +72,7 @@ class Refusal(enum.StrEnum):
 class RecordRules(Protocol):
     """What the records of a swarm mean."""
 
-    def check(self, key: bytes, owner: str, payload: bytes) -> Refusal | None:
+    def check(self, key: bytes, owner: str, payload: bytes) -> RecordProblem | None:
         """Why a payload of `owner` (a peer id) may not lie under `key`; None if it may. Raises nothing."""
 
 
@@ -168,13 +168,13 @@ class RecordChecker:
         self._verified: OrderedDict[bytes, tuple[Accepted, float]] = OrderedDict()
         """By digest, with the time when they expire; the one asked for longest ago first."""
 
-    def check(self, record: Record) -> Accepted | Refusal:
+    def check(self, record: Record) -> Accepted | RecordProblem:
         """The record's owner and payload, or why it is refused. Raises nothing."""
         if len(record.key) != KEY_BYTES or len(record.value) > MAX_VALUE_BYTES:
-            return Refusal.MALFORMED
+            return RecordProblem.MALFORMED
         now = self._now()
         if not now <= record.expires <= now + MAX_LIFETIME_S:  # also refuses NaN
-            return Refusal.LIFETIME
+            return RecordProblem.LIFETIME
         digest = _digest(record)
         known = self._verified.get(digest)
         if known is not None:
@@ -197,16 +197,16 @@ class RecordChecker:
                 break
             self._verified.popitem(last=False)
 
-    def _examine(self, record: Record) -> Accepted | Refusal:
+    def _examine(self, record: Record) -> Accepted | RecordProblem:
         split = _split_value(record.value)
         parsed = _parse_subkey(record.subkey) if len(record.subkey) <= MAX_SUBKEY_BYTES else None
         if split is None or parsed is None:
-            return Refusal.MALFORMED
+            return RecordProblem.MALFORMED
         (encoded, payload, signature), (owner, key) = split, parsed
         if (problem := self._rules.check(record.key, owner, payload)) is not None:
             return problem
         if not key.verify(_signed_bytes(record, encoded), signature):
-            return Refusal.SIGNATURE
+            return RecordProblem.SIGNATURE
         return Accepted(owner, payload)
 
 

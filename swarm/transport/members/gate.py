@@ -1,19 +1,46 @@
-"""The gate of a private swarm's peer: every stream has to pass it, and it ends the streams of former members."""
+"""How members of a private swarm meet: the exchange that begins every stream, the gate that has it, and greetings.
+
+**The exchange.** Both sides prove membership before anything else is said. The dialer proves first, so that the
+acceptor reveals nothing but a nonce to a stranger. Each signature covers both peer ids, as authenticated by libp2p,
+and the nonces of both sides, so no other peer can use it, and neither peer can later. Both sides say the number of the
+newest revocations that they have seen, and the one with the newer list sends it.
+
+**The gate.** Every stream has to pass it, and it ends the streams of former members.
+
+**Greetings.** Members open a stream to each other and close it again, so that the exchange passes on the newest
+revocations. A peer that learns a new list greets all its neighbors at once, so a revocation spreads quickly, whichever
+peer hears of it first. Each peer also greets a few others every `GREETING_PERIOD_S` seconds, in case it missed one.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterator
+import random
+import secrets
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from typing import TypeVar
 from weakref import WeakKeyDictionary
 
-from swarm.errors import NotAMember, PeerLost, PeerTimeout
-from swarm.membership.certificates import Certificate
-from swarm.membership.membership import Membership
+from swarm.common.warn_once import WarnOnce
+from swarm.errors import (
+    MembershipError,
+    MembershipExpired,
+    MembershipNotProven,
+    MembershipRevoked,
+    NotAMember,
+    PeerLost,
+    PeerTimeout,
+    ProtocolViolation,
+    RemoteError,
+    remote_error,
+)
+from swarm.membership.certificates import MAX_LIST_BYTES, Certificate, Purpose
+from swarm.membership.membership import NONCE_BYTES, Membership, Statement
 from swarm.protocol import messages
-from swarm.transport.members.handshake import admit_dialer, prove_as_dialer
-from swarm.transport.stream import FrameStream
+from swarm.protocol.messages import HandshakeMessage, MemberChallenge, MemberProof, NewerRevocations
+from swarm.transport.stream import FrameStream, Stream
 
 logger = logging.getLogger(__name__)
 
@@ -152,3 +179,166 @@ async def _let_read(stream: FrameStream) -> None:
     with suppress(TimeoutError):
         async with asyncio.timeout(REFUSAL_TIMEOUT_S):
             await stream.discard_incoming()
+
+
+M = TypeVar("M", bound=HandshakeMessage)
+
+
+async def prove_as_dialer(stream: Stream, own_id: str, membership: Membership) -> Certificate:
+    """The dialer's side. Returns the acceptor's certificate.
+
+    Raises:
+        NotAMember: the other peer refused this one, or did not prove that it is a member itself.
+        ProtocolViolation: it said something else.
+        PeerLost: the stream broke.
+    """
+    challenge, _ = await _receive(stream, MemberChallenge)
+    nonce = secrets.token_bytes(NONCE_BYTES)
+    number = membership.revocations.number
+    await stream.send(_proof(Purpose.DIALER, stream, own_id, membership, (challenge.nonce, nonce)))
+    proof, newer = await _receive(stream, MemberProof, MAX_LIST_BYTES)
+    if newer:
+        membership.learn(newer)
+    certificate = _verify(Purpose.ACCEPTOR, proof, stream, own_id, membership, (nonce, proof.nonce))
+    if proof.nonce != challenge.nonce:
+        raise MembershipNotProven(f"peer …{stream.peer_id[-6:]} answered another exchange")
+    if proof.revocations < number:
+        # The list that was announced to it. One learned meanwhile has a higher number, which is fine too.
+        await stream.send(NewerRevocations(), membership.revocations.encoded)
+    return certificate
+
+
+async def admit_dialer(stream: Stream, own_id: str, membership: Membership) -> Certificate:
+    """The acceptor's side. Returns the dialer's certificate. A peer that is refused is told why.
+
+    Raises:
+        NotAMember: the dialer is not a member.
+        ProtocolViolation: it said something else.
+        PeerLost: the stream broke.
+    """
+    challenge = secrets.token_bytes(NONCE_BYTES)
+    await stream.send(MemberChallenge(challenge))
+    try:
+        proof, _ = await _receive(stream, MemberProof)
+        certificate = _verify(Purpose.DIALER, proof, stream, own_id, membership, (challenge, proof.nonce))
+        number, newer = membership.revocations.number, b""
+        if proof.revocations < number:
+            newer = membership.revocations.encoded
+        await stream.send(_proof(Purpose.ACCEPTOR, stream, own_id, membership, (proof.nonce, challenge)), newer)
+        if proof.revocations > number:
+            _, data = await _receive(stream, NewerRevocations, MAX_LIST_BYTES)
+            membership.learn(bytes(data))
+            membership.require_valid(certificate)
+    except (NotAMember, ProtocolViolation) as error:
+        await stream.send(messages.refusal(error))
+        raise
+    return certificate
+
+
+def _proof(
+    purpose: Purpose, stream: Stream, own_id: str, membership: Membership, nonces: tuple[bytes, bytes]
+) -> MemberProof:
+    number = membership.revocations.number
+    statement = Statement(own_id, stream.peer_id, membership.certificate, nonces, _content(number))
+    return MemberProof(membership.certificate, nonces[1], membership.prove(purpose, statement), number)
+
+
+def _verify(
+    purpose: Purpose,
+    proof: MemberProof,
+    stream: Stream,
+    own_id: str,
+    membership: Membership,
+    nonces: tuple[bytes, bytes],
+) -> Certificate:
+    statement = Statement(stream.peer_id, own_id, proof.certificate, nonces, _content(proof.revocations))
+    return membership.verify(purpose, statement, proof.signature)
+
+
+def _content(number: int) -> bytes:
+    return number.to_bytes(8, "big")
+
+
+async def _receive(stream: Stream, expected: type[M], max_payload: int = 0) -> tuple[M, bytes]:
+    frame = await stream.receive(max_payload)
+    message = messages.decode_handshake(frame.header)
+    if isinstance(message, messages.Refusal):
+        error = remote_error(message.code, f"peer …{stream.peer_id[-6:]} refused: {message.message}")
+        # Whatever the code, it is about membership: nothing else has been asked.
+        raise error if isinstance(error, NotAMember) else NotAMember(str(error))
+    if not isinstance(message, expected):
+        raise ProtocolViolation(f"peer …{stream.peer_id[-6:]} began with a {type(message).__name__}")
+    return message, bytes(frame.payload)
+
+
+GREETING_PERIOD_S = 10.0
+GREETED_EACH_PERIOD = 4
+GREETED_WITH_NEWS = 64
+GREETINGS_AT_A_TIME = 8
+
+Greet = Callable[[str], Awaitable[None]]
+"""Opens a stream to a peer and closes it. Raises `RemoteError`."""
+
+
+async def greet_all(peer_ids: Iterable[str], greet: Greet) -> dict[str, RemoteError | None]:
+    """Greet peers, a few at a time. Returns what went wrong with each, or None."""
+    results: dict[str, RemoteError | None] = {}
+    waiting = iter(dict.fromkeys(peer_ids))
+
+    async def greet_waiting() -> None:
+        for peer in waiting:
+            try:
+                await greet(peer)
+                results[peer] = None
+            except RemoteError as error:
+                results[peer] = error
+
+    await asyncio.gather(*(greet_waiting() for _ in range(GREETINGS_AT_A_TIME)))
+    return results
+
+
+def require_welcome(results: dict[str, RemoteError | None]) -> None:
+    """Raise `MembershipError` if no initial peer accepted this one as a member, and at least one refused it.
+
+    If none answered at all, joining the DHT fails with an error that says so.
+    """
+    refusals = [error for error in results.values() if isinstance(error, NotAMember)]
+    if refusals and None not in results.values():
+        raise MembershipError(str(refusals[0]))
+
+
+class Greetings:
+    """The loop that keeps a peer's revocations up to date, and ends the streams of former members.
+
+    Args:
+        gate: this peer's.
+        greet: see `Greet`.
+        neighbors: ids of the peers that this one knows now.
+    """
+
+    def __init__(self, gate: MemberGate, greet: Greet, neighbors: Callable[[], Sequence[str]]) -> None:
+        self._gate = gate
+        self._greet = greet
+        self._neighbors = neighbors
+        self._warn_once = WarnOnce(logger)
+
+    async def run(self) -> None:
+        """Run until it is cancelled."""
+        while True:
+            has_news = False
+            with suppress(TimeoutError):
+                async with asyncio.timeout(GREETING_PERIOD_S):
+                    await self._gate.news.wait()
+                    has_news = True
+            self._gate.news.clear()
+            self._gate.end_invalid_streams()
+            try:
+                self._gate.membership.require_own()
+            except NotAMember as error:
+                self._warn_once(f"This peer is not a member of the swarm any more: {error}")
+            known = self._neighbors()
+            wanted = min(GREETED_WITH_NEWS if has_news else GREETED_EACH_PERIOD, len(known))
+            for result in (await greet_all(random.sample(known, wanted), self._greet)).values():
+                if isinstance(result, MembershipRevoked | MembershipExpired):
+                    self._warn_once(str(result))
+            self._gate.end_invalid_streams()

@@ -20,7 +20,7 @@ from swarm.protocol import messages
 from swarm.transport.addresses import is_ip
 from swarm.transport.dht.peer_networks import network_of_addresses
 from swarm.transport.reach.dialer import Dialer
-from swarm.transport.reach.verdict import DialReport, tcp_address
+from swarm.transport.reach.reach_estimate import DialReport, tcp_address
 from swarm.transport.stream import FrameStream
 
 logger = logging.getLogger(__name__)

@@ -20,7 +20,7 @@ from swarm.errors import RemoteError, RequestRefused
 from swarm.protocol import messages
 from swarm.transport.dht.peer_networks import network_of_addresses
 from swarm.transport.reach.dial_back import Notice, host_of
-from swarm.transport.reach.verdict import tcp_address
+from swarm.transport.reach.reach_estimate import tcp_address
 from swarm.transport.stream import FrameStream
 
 logger = logging.getLogger(__name__)

@@ -20,9 +20,9 @@ from swarm.transport.reach.address_book import AddressBook
 from swarm.transport.reach.dial_back import ask
 from swarm.transport.reach.dialer import Dialer
 from swarm.transport.reach.notices import Notices
+from swarm.transport.reach.reach_estimate import DialReport, Reach, ReachEstimate, judge
 from swarm.transport.reach.relay_choice import Relay
 from swarm.transport.reach.relay_places import KnownRelays, RelayPlaces
-from swarm.transport.reach.verdict import DialReport, Reach, Verdict, judge
 from swarm.transport.stream import FrameStream
 
 logger = logging.getLogger(__name__)
@@ -252,7 +252,7 @@ class Reachability:
             logger.debug("…%s does not say whether it can reach this peer: %s", peer_id[-6:], error)
             return None
 
-    async def _apply(self, verdict: Verdict) -> None:
+    async def _apply(self, verdict: ReachEstimate) -> None:
         if verdict.outer_host:
             self._book.outer_host = verdict.outer_host
         if verdict.reach is not Reach.UNKNOWN:
@@ -286,7 +286,7 @@ class Reachability:
         advice = self.advise()
         logger.info("This peer is %s%s", self.describe(), f". To be reached directly, {advice}" if advice else "")
 
-    def _is_denied(self, verdict: Verdict) -> bool:
+    def _is_denied(self, verdict: ReachEstimate) -> bool:
         """Whether the addresses given by hand are those that were dialed back in vain."""
         hosts = {_host(address) for address in self._options.announced}
         return verdict.reach is Reach.HIDDEN and verdict.outer_host in hosts

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import os
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
@@ -19,11 +20,15 @@ from swarm.transport import daemon_streams
 from swarm.transport.addresses import is_direct
 from swarm.transport.reach.circuit import ask_for_place
 from swarm.transport.reach.dialer import Dialer
-from swarm.transport.reach.heartbeat import Heartbeat
 from swarm.transport.reach.relay_choice import PLACES, Relay, order_to_ask
 from swarm.transport.stream import FrameStream
 
 logger = logging.getLogger(__name__)
+
+PING_PROTOCOL_ID = "/ipfs/ping/1.0.0"
+"""By it every libp2p peer echoes what it is sent."""
+
+PING_BYTES = 32
 
 CHECK_PERIOD_S = 0.5
 """How often it is looked whether the connections to the relays have ended."""
@@ -266,7 +271,7 @@ class RelayPlaces:
         try:
             if losses >= MAX_LOSSES:
                 raise PeerLost(f"relay …{relay.peer_id[-6:]} was lost {losses} times in a short time")
-            await self._connect_anew(relay)
+            await self._reconnect(relay)
             self._held[relay.peer_id] = await self._enter(relay, losses)
             logger.info("Relay …%s was lost, and is used again: %s", relay.peer_id[-6:], error)
         except RemoteError as failure:
@@ -275,7 +280,7 @@ class RelayPlaces:
             self._failed_at[relay.peer_id] = time.monotonic()
             await self._disconnect(relay)
 
-    async def _connect_anew(self, relay: Relay) -> None:
+    async def _reconnect(self, relay: Relay) -> None:
         """Connect to a relay after it was lost, and have it forget the connections from before. Raises `PeerLost`.
 
         The relay may not know that these have ended, and would send others over one of them.
@@ -329,3 +334,48 @@ class RelayPlaces:
         if resolved is None:
             raise PeerLost(f"relay …{relay.peer_id[-6:]} has no address that others could dial")
         return replace(relay, address=resolved)
+
+
+class Heartbeat:
+    """A stream by libp2p's ping protocol that stays open on one connection, so that its end shows that the connection
+    has ended.
+
+    A daemon connects again by itself when a connection is lost. A relay forgets a peer's place with its connection, so
+    it matters that the connection is the same one. Open it with `Heartbeat.open`.
+    """
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader = reader
+        self._writer = writer
+
+    @classmethod
+    async def open(cls, p2p: P2P, peer: PeerID, timeout_s: float) -> Heartbeat:
+        """On the connection that there is to the peer. Raises `PeerLost`."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                return cls(*await daemon_streams.open_stream(p2p, peer, PING_PROTOCOL_ID))
+        except (P2PDaemonError, OSError, TimeoutError, asyncio.IncompleteReadError) as error:
+            raise PeerLost(f"…{str(peer)[-6:]} cannot be pinged: {error or 'it does not answer'}") from None
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the connection is known to have ended. An end that went unnoticed is found by `beat`."""
+        return self._reader.at_eof() or self._reader.exception() is not None
+
+    async def beat(self, timeout_s: float) -> None:
+        """Have the peer echo some bytes. Raises `PeerLost`."""
+        sent = os.urandom(PING_BYTES)
+        try:
+            async with asyncio.timeout(timeout_s):
+                self._writer.write(sent)
+                echo = await self._reader.readexactly(PING_BYTES)
+        except TimeoutError:
+            raise PeerLost(f"it has not answered for {timeout_s:g} s") from None
+        except (OSError, asyncio.IncompleteReadError):
+            raise PeerLost("the connection has ended") from None
+        if echo != sent:
+            raise PeerLost("it echoes other bytes than it was sent")
+
+    def close(self) -> None:
+        """End the stream, not the connection."""
+        self._writer.transport.abort()

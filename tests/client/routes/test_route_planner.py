@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Awaitable, Callable
 from types import SimpleNamespace
 from typing import Any
@@ -34,7 +33,6 @@ from swarm.errors import (
     WrongSpan,
 )
 from swarm.routing.peer_health import PeerFailure
-from swarm.transport.dht.standing import Standing
 from tests import virtual_time
 from tests.infos import server_info
 from tests.swarms import group_options
@@ -60,7 +58,7 @@ class World:
         self.round_trips: dict[str, float] = {}
         self.told: list[Any] = []
         self.models = [ModelInfo("the model", 6, "main"), ModelInfo("another\x1b[2J", 6, "main")]
-        self.dht: Any = SimpleNamespace(standing=Standing(b"salt"))
+        self.dht: Any = SimpleNamespace(served=set())
 
     async def fetch(self, dht: Any, model: str, blocks: int) -> list[ServerInfo]:
         assert (dht, model, blocks) == (self.dht, "the model", 6)
@@ -276,18 +274,14 @@ def test_a_look_that_hangs_is_given_up_and_the_next_one_does_not_wait_for_it(pla
     play(act, refresh_period=1000.0)
 
 
-def test_who_served_this_client_keeps_its_place_in_a_flood(play):
+def test_the_records_of_servers_that_served_this_client_are_kept_first(play):
     async def act(world, planner):
-        standing, flood = world.dht.standing, [f"stranger {number}" for number in range(1000)]
-        for peer_id in ["a", "b", *flood]:
-            standing.note_seen(peer_id, time.time())
         planner.report_success("a")
-        assert standing.select(["a", "b", *flood], 10, time.time())[0] == "a"
-        planner.report_failure("a", CacheFull("x"))  # no fault of its own
-        assert standing.select(["a", "b", *flood], 10, time.time())[0] == "a"
-        planner.report_failure("a", ProtocolViolation("x"))
         planner.report_success("b")
-        assert standing.select(["a", "b", *flood], 1, time.time()) == ["b"]
+        planner.report_failure("a", CacheFull("x"))  # no fault of its own
+        assert world.dht.served == {"a", "b"}
+        planner.report_failure("a", ProtocolViolation("x"))
+        assert world.dht.served == {"b"}
 
     play(act)
 

@@ -11,23 +11,20 @@ from hypothesis import strategies as st
 
 from swarm.data_structures import WireFormat
 from swarm.errors import MemoryFull, TooLong
-from swarm.metrics.server import MEMORY_KINDS, ServerObserver
+from swarm.metrics.server import ServerObserver
 from swarm.models.execution import gradients
 from swarm.models.execution.span_model import SpanModel
 from swarm.protocol import messages
 from swarm.server.limits import MIN_REQUEST_TOKENS, REQUEST_PEER_SHARE, min_request_bytes
-from swarm.server.memory.peer_standing import PeerStanding
+from swarm.server.memory import MAKE_ROOM_PERIOD_S
+from swarm.server.sessions import request_memory
 from swarm.server.sessions.adapter_store import AdapterStore
 from swarm.server.sessions.request_memory import (
-    CHECK_PERIOD_S,
-    PRESSED_BYTES_PER_S,
-    PRESSED_GRACE_S,
     PRESSED_S,
     ROOM_TIMEOUT_S,
     STREAM_BYTES,
     TRAINING_ROOM_TIMEOUT_S,
-    RequestMemory,
-    RequestNeeds,
+    RequestAccount,
 )
 from swarm.server.sessions.request_validation import RequestLimits
 from tests import virtual_time
@@ -40,11 +37,10 @@ BACKWARD = messages.BackwardRequest(REVISION, SPAN.start, SPAN.end, [2, 1], Wire
 
 class Told(ServerObserver):
     def __init__(self) -> None:
-        self.charged: dict[str, int] = {}
-        self.capacity = self.refusals = 0
+        self.charged = self.capacity = self.refusals = 0
 
-    def memory_totals(self, charged: Any, capacity: int) -> None:
-        self.charged, self.capacity = dict(charged), capacity
+    def memory_totals(self, charged: int, capacity: int) -> None:
+        self.charged, self.capacity = charged, capacity
 
     def memory_refused(self) -> None:
         self.refusals += 1
@@ -61,9 +57,9 @@ def told() -> Told:
 
 
 @pytest.fixture
-def memory(model, told) -> RequestMemory:
+def memory(model, told) -> RequestAccount:
     limits = RequestLimits(step_tokens=1000, backward_tokens=500, memory=MEMORY, slot_bytes=SLOT_BYTES)
-    return RequestMemory(model, limits, AdapterStore(lambda: 0.0, ADAPTERS), None, told)
+    return RequestAccount(model, limits, AdapterStore(lambda: 0.0, ADAPTERS), told)
 
 
 COUNTS = st.lists(st.integers(0, 400), min_size=1, max_size=20).filter(any)
@@ -72,57 +68,56 @@ COUNTS = st.lists(st.integers(0, 400), min_size=1, max_size=20).filter(any)
 @given(COUNTS)
 def test_a_forward_is_charged_for_what_it_brings_computes_and_caches(model, counts):
     limits = RequestLimits(step_tokens=10_000, memory=MEMORY, slot_bytes=SLOT_BYTES)
-    memory = RequestMemory(model, limits, AdapterStore(lambda: 0.0, ADAPTERS), None, ServerObserver())
+    memory = RequestAccount(model, limits, AdapterStore(lambda: 0.0, ADAPTERS), ServerObserver())
     tokens = sum(counts)
     payload = tokens * HIDDEN * 4
     needs = memory.needs("peer", changed(FORWARD, counts=counts), payload)
-    assert needs.received >= payload
-    # Inputs, outputs and reply, and keys and values of each token in three blocks.
-    assert needs.computing >= 3 * payload + tokens * SLOT_BYTES * SPAN.length
-    assert needs.training == 0
+    # The payload, inputs, outputs and reply, and keys and values of each token in three blocks.
+    assert needs >= 4 * payload + tokens * SLOT_BYTES * SPAN.length
 
 
 @given(COUNTS, COUNTS)
 def test_more_tokens_never_take_less(model, counts, more):
     limits = RequestLimits(step_tokens=100_000, backward_tokens=100_000, memory=MEMORY, slot_bytes=SLOT_BYTES)
-    memory = RequestMemory(model, limits, AdapterStore(lambda: 0.0, ADAPTERS), None, ServerObserver())
+    memory = RequestAccount(model, limits, AdapterStore(lambda: 0.0, ADAPTERS), ServerObserver())
     for message in (FORWARD, BACKWARD, changed(STEP, starts=[0])):
-        few, many = (
-            memory.needs("peer", changed(message, counts=some), 0).total for some in (counts, [*counts, *more])
-        )
+        few, many = (memory.needs("peer", changed(message, counts=some), 0) for some in (counts, [*counts, *more]))
         assert few <= many
 
 
 def test_a_request_that_will_be_refused_takes_its_payload(memory):
     absurd = [2**31 - 1] * 4096
     for message in (changed(FORWARD, counts=absurd), changed(BACKWARD, counts=absurd), changed(STEP, counts=absurd)):
-        assert memory.needs("peer", message, 100) == RequestNeeds(received=100)
+        assert memory.needs("peer", message, 100) == 100
 
 
 def test_the_least_memory_is_enough_for_what_clients_send_at_once(model):
     capacity = min_request_bytes(HIDDEN, model.dtype.itemsize)
-    memory = RequestMemory(model, RequestLimits(memory=capacity), AdapterStore(lambda: 0.0), None, ServerObserver())
+    memory = RequestAccount(model, RequestLimits(memory=capacity), AdapterStore(lambda: 0.0), ServerObserver())
     for number in range(messages.MAX_PEER_SESSIONS):
         memory.open_stream(number, "peer")
     left = memory.pool.quota - memory.pool.held_by_peer("peer")
     replay = messages.ReplayRequest(0, [0], [MIN_REQUEST_TOKENS], WireFormat.NONE, "float32", None, True)
     for message in (changed(STEP, counts=[MIN_REQUEST_TOKENS]), replay):
-        assert memory.needs("peer", message, MIN_REQUEST_TOKENS * HIDDEN * 4).total <= left
+        assert memory.needs("peer", message, MIN_REQUEST_TOKENS * HIDDEN * 4) <= left
 
 
 def test_a_large_payload_counts_twice_because_it_exists_twice(memory):
-    needs = memory.needs("peer", messages.InfoRequest(), 1 << 20)
-    assert needs.total == 2 << 20
+    assert memory.needs("peer", messages.InfoRequest(), 1 << 20) == 2 << 20
 
 
 def test_a_graph_is_charged_beyond_what_the_server_keeps_for_one(model, memory, monkeypatch):
-    assert memory.needs("peer", BACKWARD, 0).training == 0
-    monkeypatch.setattr(gradients, "MAX_GRAPH_BYTES", 0)
-    monkeypatch.setattr("swarm.server.sessions.request_memory.MAX_GRAPH_BYTES", 0)
-    short, long = (memory.needs("peer", changed(BACKWARD, counts=[count]), 0).training for count in (10, 100))
-    assert 0 < 10 * short == long
-    many = memory.needs("peer", changed(BACKWARD, counts=[10] * 40), 0).training
-    assert many == short  # one after the other
+    def graph(counts: list[int]) -> int:
+        """What is charged for a graph that would not be if the server kept enough for it."""
+        message = changed(BACKWARD, counts=counts)
+        with monkeypatch.context() as patch:
+            for module in (gradients, request_memory):
+                patch.setattr(module, "MAX_GRAPH_BYTES", 0)
+            charged = memory.needs("peer", message, 0)
+        return charged - memory.needs("peer", message, 0)
+
+    assert 0 < 10 * graph([10]) == graph([100])
+    assert graph([10] * 40) == graph([10])  # one after the other
 
 
 def header(message: Any) -> bytes:
@@ -154,7 +149,7 @@ def test_a_frame_waits_for_memory_and_is_refused_in_the_end(memory, told):
         for stream in streams:
             memory.close_stream(stream)
         memory.report()
-        assert told.charged == dict.fromkeys(MEMORY_KINDS, 0)
+        assert told.charged == 0
         assert memory.pool.free == told.capacity == MEMORY
 
     virtual_time.run(scenario)
@@ -177,9 +172,9 @@ def test_training_waits_until_a_slow_server_has_computed_what_came_before(memory
 
 
 class Slow:
-    """A peer of this standing that sends frames which never end."""
+    """A peer that sends a frame which never ends."""
 
-    def __init__(self, memory: RequestMemory, peer: str) -> None:
+    def __init__(self, memory: RequestAccount, peer: str) -> None:
         self.interrupted: list[MemoryFull] = []
         self.admission = memory.open_stream(object(), peer, self.end)
 
@@ -191,92 +186,50 @@ class Slow:
         await self.admission.admit(header(messages.InfoRequest()), size)
 
 
-@pytest.fixture
-def strangers(model, told) -> RequestMemory:
-    """Memory of a server at which only "friend" has standing."""
-    standing = PeerStanding(lambda: 0.0)
-    standing._established["friend"] = None
-    limits = RequestLimits(step_tokens=1000, backward_tokens=500, memory=MEMORY, slot_bytes=SLOT_BYTES)
-    return RequestMemory(model, limits, AdapterStore(lambda: 0.0, ADAPTERS), standing, told)
-
-
 BODY = 600_000
-"""New peers together have room for two such bodies, each of which takes twice as much, and one for one."""
+"""There is room for three such bodies, each of which takes twice as much, and one peer may have one."""
 
 
-def test_bodies_of_new_peers_that_come_slowly_give_way_to_a_request_that_waits(strangers, told):
+def test_bodies_that_come_slowly_give_way_to_a_request_that_waits(memory, told):
     async def scenario() -> None:
         loop = asyncio.get_running_loop()
-        slow = [Slow(strangers, peer) for peer in "ab"]
+        slow = [Slow(memory, peer) for peer in "abc"]
         for one in slow:
             await one.begin(BODY)
         await asyncio.sleep(500)
-        assert not slow[0].interrupted  # nobody waits
-        assert strangers._check is None
+        assert not any(one.interrupted for one in slow)  # nobody waits
         began = loop.time()
-        await Slow(strangers, "c").begin(BODY)
-        assert loop.time() - began <= 2 * CHECK_PERIOD_S
+        late = Slow(memory, "d")
+        await late.begin(BODY)
+        assert loop.time() == began
         assert all("too slowly" in str(one.interrupted[0]) for one in slow)
-        await asyncio.sleep(2 * CHECK_PERIOD_S)
-        assert strangers._check is None
-        assert told.refusals == 2
+        assert (late.interrupted, told.refusals) == ([], 3)
 
     virtual_time.run(scenario)
 
 
-def test_a_body_that_has_just_begun_has_its_time(strangers):
-    """As long as a link of 0.5 Mbit/s takes for it."""
-
+def test_a_body_that_has_just_begun_has_its_time(memory):
     async def scenario() -> None:
-        loop = asyncio.get_running_loop()
-        slow = [Slow(strangers, peer) for peer in "ab"]
-        for one in slow:
-            await one.begin(BODY)
-        await Slow(strangers, "c").begin(BODY)
-        assert loop.time() == pytest.approx(PRESSED_GRACE_S + BODY / PRESSED_BYTES_PER_S, abs=CHECK_PERIOD_S)
-
-    virtual_time.run(scenario)
-
-
-def test_who_holds_much_has_to_send_it_quickly(model, told):
-    standing = PeerStanding(lambda: 0.0)
-    limits = RequestLimits(memory=1 << 30, slot_bytes=SLOT_BYTES)
-    memory = RequestMemory(model, limits, AdapterStore(lambda: 0.0, ADAPTERS), standing, told)
-
-    async def scenario() -> None:
-        slow = [Slow(memory, peer) for peer in "aabb"]
-        for one in slow:
-            await one.begin(94 << 20)
-        await Slow(memory, "c").begin(BODY)
-        assert asyncio.get_running_loop().time() <= PRESSED_GRACE_S + PRESSED_S + CHECK_PERIOD_S
-
-    virtual_time.run(scenario)
-
-
-def test_whose_body_has_come_and_who_has_standing_keep_their_places(strangers):
-    async def scenario() -> None:
-        computed, friend = Slow(strangers, "a"), Slow(strangers, "friend")
+        computed, slow = Slow(memory, "a"), [Slow(memory, "b"), Slow(memory, "c")]
         await computed.begin(BODY)
         computed.admission.has_arrived()
-        for one in (friend, Slow(strangers, "b")):
+        for one in slow:
             await one.begin(BODY)
-        late = Slow(strangers, "c")
-        waiting = asyncio.create_task(late.begin(BODY))
-        await asyncio.sleep(ROOM_TIMEOUT_S - 1)
+        await Slow(memory, "d").begin(BODY)
+        assert asyncio.get_running_loop().time() == pytest.approx(PRESSED_S, abs=MAKE_ROOM_PERIOD_S + 0.1)
         assert not computed.interrupted
-        assert not friend.interrupted
-        await waiting  # in the place of "b"
+        assert all(one.interrupted for one in slow)
 
     virtual_time.run(scenario)
 
 
-def test_a_peer_does_not_push_out_its_own_bodies_nor_those_of_who_holds_less(strangers):
+def test_a_peer_does_not_push_out_its_own_bodies_nor_those_of_peers_that_hold_less(memory):
     async def scenario() -> None:
-        slow = [Slow(strangers, "a"), Slow(strangers, "b")]
+        slow = [Slow(memory, "a"), Slow(memory, "b")]
         await slow[0].begin(BODY)
         await slow[1].begin(BODY // 4)
         with pytest.raises(MemoryFull):
-            await Slow(strangers, "a").begin(BODY)
+            await Slow(memory, "a").begin(BODY)
         assert not slow[0].interrupted
         assert not slow[1].interrupted
 
@@ -303,8 +256,8 @@ def test_a_stream_need_not_wait_behind_frames_that_do(memory):
 
 
 def test_a_step_that_copies_fits_beside_the_other_streams_of_its_peer(model):
-    memory = RequestMemory(
-        model, RequestLimits(memory=MEMORY, slot_bytes=1 << 16), AdapterStore(lambda: 0.0), None, ServerObserver()
+    memory = RequestAccount(
+        model, RequestLimits(memory=MEMORY, slot_bytes=1 << 16), AdapterStore(lambda: 0.0), ServerObserver()
     )
     beams = changed(STEP, starts=[100] * 8, counts=[1] * 8, sources=[0] * 8)
 
@@ -350,4 +303,4 @@ def test_streams_are_charged_too(memory, told):
     assert told.refusals == 1
     memory.open_stream("another one's", "b")
     memory.report()
-    assert told.charged["streams"] == (count + 1) * STREAM_BYTES
+    assert told.charged == (count + 1) * STREAM_BYTES

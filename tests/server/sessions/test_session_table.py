@@ -15,12 +15,10 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from swarm.data_structures import Span, WireFormat
 from swarm.errors import CacheFull, UnknownSession, WrongSpan
-from swarm.server.memory.leaving import IDLE_AFTER_S
-from swarm.server.memory.peer_standing import PeerStanding
+from swarm.server.memory import IDLE_AFTER_S, MAKE_ROOM_PERIOD_S
 from swarm.server.sessions import session_table
 from swarm.server.sessions.session import LINK_TIMEOUT_S, Session, SessionTerms
 from swarm.server.sessions.session_table import (
-    EXPIRY_PERIOD_S,
     IDLE_TIMEOUT_S,
     RECONNECT_TIMEOUT_S,
     SessionTable,
@@ -260,12 +258,12 @@ def test_an_idle_session_makes_room_for_another(sessions, clock, asked):
     one, two = opened(sessions, session(1), 5), opened(sessions, session(2), 5)
     clock.now += IDLE_AFTER_S
     with pytest.raises(CacheFull):
-        opened(sessions, session(3, "other"))
+        opened(sessions, session(3, "other"), 2)
     clock.now += 1
     reserve(sessions, two, 5)  # which is used now
-    opened(sessions, session(3, "other"))
+    opened(sessions, session(3, "other"), 2)
     assert asked == [one]
-    assert sessions.free == 40
+    assert sessions.free == 30
     assert one.cache.cleared == 1
     with pytest.raises(UnknownSession):
         reserve(sessions, one, 1)
@@ -286,8 +284,8 @@ def test_a_session_that_is_computed_is_not_idle(sessions, clock, asked):
         clock.now += 10 * IDLE_AFTER_S
         async with one.lock:
             with pytest.raises(CacheFull):
-                opened(sessions, session(2, "other"))
-        opened(sessions, session(2, "other"))
+                opened(sessions, session(2, "other"), 2)
+        opened(sessions, session(2, "other"), 2)
         assert asked == [one]
 
     asyncio.run(scenario())
@@ -299,8 +297,8 @@ def test_whoever_waits_has_others_leave_once_they_are_idle():
         sessions = SessionTable(CAPACITY, loop.time, peer_share=1.0)
         opened(sessions, session(1), 10)
         await asyncio.sleep(IDLE_AFTER_S - 5)
-        await sessions.open_session(session(2, "other", wait_timeout_s=20.0))
-        assert IDLE_AFTER_S < loop.time() <= IDLE_AFTER_S + 2 * EXPIRY_PERIOD_S
+        await sessions.open_session(session(2, "other", wait_timeout_s=20.0), 2)
+        assert IDLE_AFTER_S < loop.time() <= IDLE_AFTER_S + 2 * MAKE_ROOM_PERIOD_S
 
     virtual_time.run(scenario)
 
@@ -323,7 +321,7 @@ def test_nobody_leaves_for_a_session_that_has_another_one_before_it():
         await asyncio.sleep(IDLE_AFTER_S / 2)
         sessions.note_use(busy)
         sessions.note_use(behind)
-        await asyncio.sleep(IDLE_AFTER_S / 2 + 2 * EXPIRY_PERIOD_S)
+        await asyncio.sleep(IDLE_AFTER_S / 2 + 2 * MAKE_ROOM_PERIOD_S)
         assert asked == []
         sessions.note_use(behind)
         await waiting[0]
@@ -335,18 +333,18 @@ def test_nobody_leaves_for_a_session_that_has_another_one_before_it():
     virtual_time.run(scenario)
 
 
-def test_new_peers_share_what_others_want(clock):
-    """However much the first has taken, which works all the time."""
-    sessions = SessionTable(CAPACITY, clock, peer_share=0.75, standing=PeerStanding(clock, new_share=0.2))
+def test_a_peer_gives_back_what_it_holds_beyond_its_share(clock):
+    """Even if it works all the time."""
+    sessions = SessionTable(CAPACITY, clock, peer_share=0.75)
     for number in range(7):
         opened(sessions, session(number, "greedy"))
-    opened(sessions, session(8, "modest"), 2)
-    opened(sessions, session(9, "third"), 2)
+    for peer in ("modest", "third", "fourth"):
+        opened(sessions, session(8, peer))
     assert sessions.free == 0
     with pytest.raises(CacheFull):
-        opened(sessions, session(10, "modest"))  # beyond its share, and nobody is idle
-    opened(sessions, session(11, "fourth"), 2)
-    assert len(sessions) == 7
+        opened(sessions, session(9, "modest"))  # beyond its share, and nobody is idle
+    opened(sessions, session(8, "fifth"))
+    assert len(sessions) == 10
     opened(sessions, session(8, "modest"))  # what is within a share stays
 
 
@@ -616,11 +614,13 @@ def test_who_waits_gets_the_room_that_another_session_leaves(end):
         else:
             gone = now() + 5
             asyncio.get_running_loop().call_at(gone, sessions.close, holder)
-        waiting = await sessions.open_session(patient(2, patience=RECONNECT_TIMEOUT_S + 5), 2 if end == "fewer" else 5)
+        waiting = await sessions.open_session(
+            patient(2, peer="other", patience=RECONNECT_TIMEOUT_S + 5), 2 if end == "fewer" else 5
+        )
         if end == "fewer":
             assert now() == 0  # there was room at once
         else:
-            assert gone <= now() <= gone + EXPIRY_PERIOD_S + 1e-6
+            assert gone <= now() <= gone + MAKE_ROOM_PERIOD_S + 1e-6
             assert (len(sessions), sessions.free) == (1, 50)
         sessions.require_open(waiting)
 

@@ -7,7 +7,7 @@ from functools import cache
 import msgspec
 from hivemind.utils.crypto import RSAPrivateKey
 
-from swarm.transport.dht.records import Record, Refusal, sign
+from swarm.transport.dht.records import Record, RecordProblem, sign
 from swarm.transport.identity import peer_id_of
 
 NOW = 1_000_000.0
@@ -16,8 +16,8 @@ NOW = 1_000_000.0
 class Anywhere:
     """Rules by which everything but the payload `bad` may lie anywhere."""
 
-    def check(self, key: bytes, owner: str, payload: bytes) -> Refusal | None:
-        return Refusal.MALFORMED if payload == b"bad" else None
+    def check(self, key: bytes, owner: str, payload: bytes) -> RecordProblem | None:
+        return RecordProblem.MALFORMED if payload == b"bad" else None
 
 
 @cache

@@ -15,15 +15,15 @@ import uvloop
 from hivemind.p2p import P2PDaemonError, P2PHandlerError, PeerID
 from hivemind.proto import dht_pb2
 
+from swarm.common.token_buckets import TokenBuckets
 from swarm.errors import DhtError, ProtocolViolation
 from swarm.transport.dht import messages
 from swarm.transport.dht import node as module
 from swarm.transport.dht import protocol as protocol_module
 from swarm.transport.dht.node import DhtNode, FoundRecord
 from swarm.transport.dht.protocol import MAX_BAD_RECORDS, REQUEST_TIMEOUT_S, Found
-from swarm.transport.dht.records import Record, Refusal, key_bytes, sign
-from swarm.transport.dht.request_budget import CheckBudget
-from swarm.transport.dht.standing import ESTABLISHED_AFTER_S
+from swarm.transport.dht.record_store import ESTABLISHED_AFTER_S
+from swarm.transport.dht.records import Record, RecordProblem, key_bytes, sign
 from swarm.transport.p2p import P2PConfig, Peer
 from tests import virtual_time
 from tests.garbage import left_to_collector
@@ -257,15 +257,17 @@ def test_a_reader_remembers_so_much_and_no_more(monkeypatch):
     play(scenario)
 
 
-def test_strangers_cannot_have_a_node_verify_without_end():
+def test_strangers_cannot_have_a_node_verify_without_end(monkeypatch):
     """However many identities they have; who has long been there is still heard."""
 
     async def scenario(peers):
         first = await peers.add()
         expires = time.time() + LONG_S
         old, stranger = await peers.add(), await peers.add()
-        first.dht.standing.note_seen(old.peer_id, time.time() - ESTABLISHED_AFTER_S - 1)
-        first.dht.protocol._checks = CheckBudget(burst=8.0, refill_per_s=0.0)
+        known = sign("known", b"x", expires, old.identity.private_key)
+        assert first.dht.protocol.store.store(known, old.peer_id, time.time() - ESTABLISHED_AFTER_S - 1)
+        monkeypatch.setattr(protocol_module, "CHECK_BURST", 8.0)
+        first.dht.protocol._checks = TokenBuckets(8.0, 0.0, 1)
         refused = []
         first.dht.protocol.observe_refusal = refused.append
         target = PeerID.from_base58(first.peer_id)
@@ -275,7 +277,7 @@ def test_strangers_cannot_have_a_node_verify_without_end():
             return await peer.dht.protocol.call_store(target, [sign(str(number), b"x", expires, key)])
 
         assert [await store(stranger, number) for number in range(6)] == [[True]] * 4 + [[False]] * 2
-        assert refused == [Refusal.BUSY] * 2
+        assert refused == [RecordProblem.BUSY] * 2
         assert await store(old, 0) == [True]
         assert not stranger.dht.protocol.table.is_silent(target, time.monotonic())  # it did nothing wrong
 
@@ -345,7 +347,7 @@ def test_records_that_are_just_over_spoil_no_answer():
         refused = []
         client.dht.protocol.observe_refusal = refused.append
         assert [record.payload for record in (await client.dht.find(["a"]))["a"]] == [b"x"]
-        assert refused == [Refusal.LIFETIME] * many
+        assert refused == [RecordProblem.LIFETIME] * many
         assert not client.dht.protocol.table.is_silent(PeerID.from_base58(first.peer_id), time.monotonic())
 
     play(scenario)

@@ -4,7 +4,6 @@ import asyncio
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 from hivemind.p2p.p2p_daemon_bindings.datastructures import PeerInfo
 from hivemind.utils.multiaddr import Multiaddr
 
@@ -12,18 +11,15 @@ from swarm.transport.dht.peer_networks import PeerNetworks, network_of_addresses
 from tests.transport.dht.test_routing_table import PEERS
 
 
-@pytest.mark.parametrize(
-    ("addresses", "network"),
-    [
+def test_the_network_of_an_address():
+    for addresses, network in [
         ([], ""),
         (["/ip4/192.0.2.77/tcp/1"], "192.0.2.0/24"),
         (["/ip6/2001:db8:1:2::3/tcp/1"], "2001:db8:1::/48"),
         (["/ip4/192.0.2.77/tcp/1/p2p/" + str(PEERS[0]) + "/p2p-circuit"], "192.0.2.0/24"),
         (["/dns4/example.org/tcp/1", "/ip4/198.51.100.1/udp/1/quic"], "198.51.100.0/24"),
-    ],
-)
-def test_the_network_of_an_address(addresses, network):
-    assert network_of_addresses(map(Multiaddr, addresses)) == network
+    ]:
+        assert network_of_addresses(map(Multiaddr, addresses)) == network
 
 
 class Daemon:

@@ -1,12 +1,10 @@
 from __future__ import annotations
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swarm.transport.dht.record_store import RecordStore, StoreLimits, share_room
+from swarm.transport.dht.record_store import ESTABLISHED_AFTER_S, RecordStore, StoreLimits, best_first, share_room
 from swarm.transport.dht.records import MAX_RECORD_BYTES, key_bytes
-from swarm.transport.dht.standing import ESTABLISHED_AFTER_S, Standing
 from tests.transport.dht.hostile import NOW, unsigned
 
 KEY, OTHER = key_bytes("key"), key_bytes("other")
@@ -14,7 +12,7 @@ SMALL = StoreLimits(owner_records=3, key_records=8, records=20)
 
 
 def store(limits: StoreLimits | None = None) -> RecordStore:
-    return RecordStore(Standing(b"salt"), limits)
+    return RecordStore(limits)
 
 
 def put(node: RecordStore, owner: str, key: bytes = KEY, expires: float = NOW + 60, now: float = NOW, **more) -> bool:
@@ -51,9 +49,14 @@ def test_of_two_records_of_an_owner_the_one_that_expires_later_stays():
     assert (len(node), node.size_bytes) == (1, 20 + len(b"[owner:a]"))
 
 
-@pytest.mark.parametrize("expires", [NOW - 1, float("nan"), float("-inf"), float("inf")])
-def test_what_is_over_is_not_stored(expires):
-    assert not put(store(), "a", expires=expires)
+def test_what_is_over_is_not_stored():
+    for expires in [
+        NOW - 1,
+        float("nan"),
+        float("-inf"),
+        float("inf"),
+    ]:
+        assert not put(store(), "a", expires=expires)
 
 
 def test_what_is_too_large_is_not_stored():
@@ -127,9 +130,9 @@ def test_no_sequence_of_stores_hides_who_has_long_been_there_or_exceeds_a_limit(
         for one in honest:
             assert one in owners(node, now=now)
             assert one in owners(node, OTHER, now=now)
-    assert node.size_bytes == sum(one.record.size_bytes for kept in node._by_key.values() for one in kept.values())
+    assert node.size_bytes == sum(one.size_bytes for kept in node._by_key.values() for one in kept.values())
     assert not any(node.find(key_bytes(one), NOW + 10_000) for one in ("key", "other", "third"))
-    assert (len(node), node.size_bytes, node._by_owner) == (0, 0, {})
+    assert (len(node), node.size_bytes, node._owners) == (0, 0, {})
 
 
 def test_a_flood_under_many_keys_does_not_reach_who_has_long_been_there():
@@ -169,6 +172,27 @@ def test_who_has_long_been_there_is_read_first():
     for number in range(20):
         put(node, f"stranger {number}")
     assert b"ann" in node.find(KEY, NOW)[0].subkey
+
+
+OWNERS = {f"owner {number}": NOW - 10.0 * number for number in range(100)}
+"""A hundred owners, of which 40 are established, and when they became known."""
+
+
+def test_those_that_served_come_first_then_established_ones_and_new_ones_have_a_quarter():
+    kept = best_first(OWNERS, 20, NOW, OWNERS, served=["owner 3", "owner 70"])
+    assert kept[:2] == ["owner 70", "owner 3"]
+    assert kept[2:15] == [f"owner {number}" for number in range(99, 86, -1)]
+    assert sorted(best_first(OWNERS, 1000, NOW, OWNERS)) == sorted(OWNERS)
+    assert best_first(OWNERS, 1, NOW, OWNERS, served=["owner 3"]) == ["owner 3"]
+    crowd = {f"old {number}": NOW - ESTABLISHED_AFTER_S for number in range(1000)} | {"new": NOW}
+    kept = best_first(crowd, 20, NOW, crowd, {"new": "192.0.2.0/24"})
+    assert "new" in kept  # the first of its network, among those for whom a quarter is left
+
+
+def test_networks_get_the_places_of_new_owners_in_turn():
+    networks = {owner: str(min(number, 5)) for number, owner in enumerate(OWNERS)}
+    kept = best_first(OWNERS, 10, NOW, {}, networks)
+    assert {networks[one] for one in kept[:6]} == set("012345")
 
 
 @given(st.lists(st.integers(0, 1000), max_size=20), st.integers(0, 3000))

@@ -19,7 +19,7 @@ from swarm.transport.dht.records import (
     Accepted,
     Record,
     RecordChecker,
-    Refusal,
+    RecordProblem,
     key_bytes,
     owner_of,
     subkey_of,
@@ -33,12 +33,12 @@ class Counting(Anywhere):
     def __init__(self) -> None:
         self.checks = 0
 
-    def check(self, key: bytes, owner: str, payload: bytes) -> Refusal | None:
+    def check(self, key: bytes, owner: str, payload: bytes) -> RecordProblem | None:
         self.checks += 1
         return super().check(key, owner, payload)
 
 
-def check(record: Record) -> Accepted | Refusal:
+def check(record: Record) -> Accepted | RecordProblem:
     return RecordChecker(Anywhere(), now=lambda: NOW).check(record)
 
 
@@ -53,36 +53,33 @@ def test_a_record_says_what_its_owner_said():
     assert owner_of(RECORD.subkey) == owner_name(0)
 
 
-@pytest.mark.parametrize(
-    ("changes", "refusal"),
-    [
-        pytest.param({"key": key_bytes("another")}, Refusal.SIGNATURE, id="another key"),
-        pytest.param({"key": b"short"}, Refusal.MALFORMED, id="a short key"),
-        pytest.param({"expires": NOW + 61}, Refusal.SIGNATURE, id="another expiry"),
-        pytest.param({"expires": NOW - 1}, Refusal.LIFETIME, id="over"),
-        pytest.param({"expires": NOW + MAX_LIFETIME_S + 1}, Refusal.LIFETIME, id="lives too long"),
-        pytest.param({"expires": math.inf}, Refusal.LIFETIME, id="never expires"),
-        pytest.param({"expires": math.nan}, Refusal.LIFETIME, id="expiry is no number"),
-        pytest.param({"subkey": subkey_of(private_key(1))}, Refusal.SIGNATURE, id="another owner"),
-        pytest.param({"value": RECORD.value + b" "}, Refusal.MALFORMED, id="a space at the end"),
-        pytest.param({"value": signed(payload=b"other").value}, None, id="another payload, signed"),
-        pytest.param({"value": b""}, Refusal.MALFORMED, id="no value"),
-        pytest.param({"value": bytes(MAX_RECORD_BYTES)}, Refusal.MALFORMED, id="zeros"),
-        pytest.param({"value": b"[signature:" * 500}, Refusal.MALFORMED, id="many signatures"),
-    ],
-)
-def test_a_changed_record(changes, refusal):
-    verdict = check(dataclasses.replace(RECORD, **changes))
-    assert verdict == refusal if refusal is not None else isinstance(verdict, Accepted)
+def test_a_changed_record():
+    for changes, refusal in [
+        ({"key": key_bytes("another")}, RecordProblem.SIGNATURE),
+        ({"key": b"short"}, RecordProblem.MALFORMED),
+        ({"expires": NOW + 61}, RecordProblem.SIGNATURE),
+        ({"expires": NOW - 1}, RecordProblem.LIFETIME),
+        ({"expires": NOW + MAX_LIFETIME_S + 1}, RecordProblem.LIFETIME),
+        ({"expires": math.inf}, RecordProblem.LIFETIME),
+        ({"expires": math.nan}, RecordProblem.LIFETIME),
+        ({"subkey": subkey_of(private_key(1))}, RecordProblem.SIGNATURE),
+        ({"value": RECORD.value + b" "}, RecordProblem.MALFORMED),
+        ({"value": signed(payload=b"other").value}, None),
+        ({"value": b""}, RecordProblem.MALFORMED),
+        ({"value": bytes(MAX_RECORD_BYTES)}, RecordProblem.MALFORMED),
+        ({"value": b"[signature:" * 500}, RecordProblem.MALFORMED),
+    ]:
+        verdict = check(dataclasses.replace(RECORD, **changes))
+        assert verdict == refusal if refusal is not None else isinstance(verdict, Accepted)
 
 
 def test_what_breaks_the_rules_of_the_swarm():
-    assert check(signed(payload=b"bad")) is Refusal.MALFORMED
+    assert check(signed(payload=b"bad")) is RecordProblem.MALFORMED
 
 
 def test_the_largest_payload():
     assert isinstance(check(signed(payload=bytes(MAX_PAYLOAD_BYTES))), Accepted)
-    assert check(signed(payload=bytes(MAX_PAYLOAD_BYTES + 1))) is Refusal.MALFORMED
+    assert check(signed(payload=bytes(MAX_PAYLOAD_BYTES + 1))) is RecordProblem.MALFORMED
 
 
 def test_a_signature_is_written_in_one_way():
@@ -90,7 +87,7 @@ def test_a_signature_is_written_in_one_way():
     raw = base64.b64decode(signature[:-1])
     for spelled in (signature[:-1] + b"\n]", b" " + signature, base64.b64encode(raw + b"x") + b"]", b"]"):
         verdict = check(dataclasses.replace(RECORD, value=value + b"[signature:" + spelled))
-        assert verdict in (Refusal.MALFORMED, Refusal.SIGNATURE)
+        assert verdict in (RecordProblem.MALFORMED, RecordProblem.SIGNATURE)
 
 
 def spellings() -> list[bytes]:
@@ -118,11 +115,11 @@ def spellings() -> list[bytes]:
     ]
 
 
-@pytest.mark.parametrize("subkey", spellings(), ids=range(len(spellings())))
-def test_an_owner_has_one_subkey(subkey):
-    assert owner_of(SUBKEY) == owner_name(0)
-    assert owner_of(subkey) is None
-    assert check(dataclasses.replace(RECORD, subkey=subkey)) is Refusal.MALFORMED
+def test_an_owner_has_one_subkey():
+    for subkey in spellings():
+        assert owner_of(SUBKEY) == owner_name(0)
+        assert owner_of(subkey) is None
+        assert check(dataclasses.replace(RECORD, subkey=subkey)) is RecordProblem.MALFORMED
 
 
 @pytest.mark.parametrize(("bits", "exponent"), [(1024, 65537), (2048, 3), (8192, 65537)])
@@ -142,7 +139,7 @@ def test_garbage_belongs_to_nobody(garbage):
 @given(st.binary(max_size=24), st.binary(max_size=60), st.binary(max_size=60), st.floats())
 @settings(deadline=None)
 def test_garbage_from_the_network_is_refused_without_an_exception(key, subkey, value, expires):
-    assert isinstance(check(Record(key, subkey, value, expires)), Refusal)
+    assert isinstance(check(Record(key, subkey, value, expires)), RecordProblem)
 
 
 @given(st.data())
@@ -152,7 +149,7 @@ def test_a_damaged_record_is_refused(data):
     content = bytearray(getattr(RECORD, field))
     place = data.draw(st.integers(0, len(content) - 1))
     content[place] ^= data.draw(st.integers(1, 255))
-    assert isinstance(check(dataclasses.replace(RECORD, **{field: bytes(content)})), Refusal)
+    assert isinstance(check(dataclasses.replace(RECORD, **{field: bytes(content)})), RecordProblem)
 
 
 def test_a_signature_is_verified_once(monkeypatch):
@@ -163,7 +160,7 @@ def test_a_signature_is_verified_once(monkeypatch):
     assert rules.checks == 1
     late = RecordChecker(rules, now=iter([NOW, NOW + 61]).__next__)
     assert isinstance(late.check(RECORD), Accepted)
-    assert late.check(RECORD) is Refusal.LIFETIME  # what was right is not right for ever
+    assert late.check(RECORD) is RecordProblem.LIFETIME  # what was right is not right for ever
 
 
 def test_records_that_are_over_are_not_remembered():

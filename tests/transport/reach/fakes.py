@@ -17,8 +17,8 @@ from swarm.errors import PeerLost
 from swarm.protocol import messages
 from swarm.transport import daemon_streams
 from swarm.transport.reach.circuit import RELAY_PROTOCOL_ID, HopMessage, encode_reserve
-from swarm.transport.reach.heartbeat import PING_BYTES, PING_PROTOCOL_ID
 from swarm.transport.reach.relay_choice import Relay
+from swarm.transport.reach.relay_places import PING_BYTES, PING_PROTOCOL_ID
 from tests.memory_hub import stream_pair
 
 

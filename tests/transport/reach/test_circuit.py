@@ -55,41 +55,47 @@ def test_a_place_is_granted_for_the_time_that_is_left():
     assert place_granted(grant(int(NOW) + 60, addrs=[b"x", b"y"], voucher=b"z" * 500), NOW).seconds == 60
 
 
-@pytest.mark.parametrize(
-    ("limit", "expected"),
-    [
+def test_a_relay_says_how_much_it_carries():
+    for limit, expected in [
         ({"duration": 86400, "data": 1 << 36}, (86400, 1 << 36)),
         ({"duration": 120, "data": 1 << 17}, (120, 1 << 17)),
         ({"duration": 2**32 - 1, "data": 2**64 - 1}, (2**32 - 1, 2**64 - 1)),
         ({}, (0, 0)),
         (None, (0, 0)),
-    ],
-    ids=repr,
-)
-def test_a_relay_says_how_much_it_carries(limit, expected):
-    answer = HopMessage(type=2, status=100, reservation={"expire": int(NOW) + 60}, limit=limit).SerializeToString()
-    place = place_granted(answer, NOW)
-    assert place == Place(60, *expected)
-    assert place.is_too_small is (expected == LIBP2P_LIMITS)
+    ]:
+        answer = HopMessage(type=2, status=100, reservation={"expire": int(NOW) + 60}, limit=limit).SerializeToString()
+        place = place_granted(answer, NOW)
+        assert place == Place(60, *expected)
+        assert place.is_too_small is (expected == LIBP2P_LIMITS)
 
 
-@pytest.mark.parametrize("expire", [int(NOW) + 86401, 10**18, 2**63, 2**64 - 1])
-def test_no_place_counts_for_longer_than_a_day(expire):
-    assert place_granted(grant(expire), NOW).seconds == MAX_PLACE_S
+def test_no_place_counts_for_longer_than_a_day():
+    for expire in [
+        int(NOW) + 86401,
+        10**18,
+        2**63,
+        2**64 - 1,
+    ]:
+        assert place_granted(grant(expire), NOW).seconds == MAX_PLACE_S
 
 
-@pytest.mark.parametrize("expire", [0, 1, int(NOW) - 86400, int(NOW), int(NOW) + 9])
-def test_a_place_that_is_over_counts_for_as_long_as_a_wrong_clock_may_be_the_reason(expire):
-    assert place_granted(grant(expire), NOW).seconds == MIN_PLACE_S
+def test_a_place_that_is_over_counts_for_as_long_as_a_wrong_clock_may_be_the_reason():
+    for expire in [
+        0,
+        1,
+        int(NOW) - 86400,
+        int(NOW),
+        int(NOW) + 9,
+    ]:
+        assert place_granted(grant(expire), NOW).seconds == MIN_PLACE_S
 
 
 def test_a_grant_without_a_time_counts_for_the_shortest():
     assert place_granted(refuse(100), NOW).seconds == MIN_PLACE_S
 
 
-@pytest.mark.parametrize(
-    ("status", "reason"),
-    [
+def test_a_relay_that_refuses_says_why():
+    for status, reason in [
         (200, "it has refused"),
         (201, "no place left"),
         (202, "does not relay for this peer"),
@@ -98,33 +104,28 @@ def test_a_grant_without_a_time_counts_for_the_shortest():
         (0, "status 0"),
         (-1, "status -1"),
         (2**31 - 1, "status 2147483647"),
-    ],
-)
-def test_a_relay_that_refuses_says_why(status, reason):
-    with pytest.raises(RelayRefused, match=reason):
-        place_granted(refuse(status), NOW)
+    ]:
+        with pytest.raises(RelayRefused, match=reason):
+            place_granted(refuse(status), NOW)
 
 
-@pytest.mark.parametrize(
-    "answer",
-    [
-        pytest.param(b"", id="empty"),
-        pytest.param(grant(int(NOW) + 60)[:-1], id="cut"),
-        pytest.param(b"\xff" * 50, id="no protobuf"),
-        pytest.param(HopMessage(type=2).SerializeToString(), id="no status"),
-        pytest.param(HopMessage(type=2, reservation={"expire": 10**10}).SerializeToString(), id="only a place"),
-        pytest.param(HopMessage(type=0, status=100).SerializeToString(), id="a request for a place"),
-        pytest.param(HopMessage(type=1, status=100).SerializeToString(), id="a request to be connected"),
-        pytest.param(HopMessage(type=-1, status=100).SerializeToString(), id="type below any"),
-        pytest.param(HopMessage(status=100).SerializeToString(), id="no type"),
-        pytest.param(b"\x0a\x01\x02\x28\x64", id="type as bytes"),
-        pytest.param(b"\x08\x02\x28\x64\x1a\x05\x08", id="place longer than the answer"),
-        pytest.param(b"\x08\x02\x28\x64\x1a\x02\x08\xff", id="time that does not end"),
-    ],
-)
-def test_what_is_no_answer(answer):
-    with pytest.raises(ProtocolViolation):
-        place_granted(answer, NOW)
+def test_what_is_no_answer():
+    for answer in [
+        b"",
+        grant(int(NOW) + 60)[:-1],
+        b"\xff" * 50,
+        HopMessage(type=2).SerializeToString(),
+        HopMessage(type=2, reservation={"expire": 10**10}).SerializeToString(),
+        HopMessage(type=0, status=100).SerializeToString(),
+        HopMessage(type=1, status=100).SerializeToString(),
+        HopMessage(type=-1, status=100).SerializeToString(),
+        HopMessage(status=100).SerializeToString(),
+        b"\x0a\x01\x02\x28\x64",
+        b"\x08\x02\x28\x64\x1a\x05\x08",
+        b"\x08\x02\x28\x64\x1a\x02\x08\xff",
+    ]:
+        with pytest.raises(ProtocolViolation):
+            place_granted(answer, NOW)
 
 
 def test_fields_of_later_versions_are_passed_over():

@@ -16,6 +16,7 @@ from swarm.protocol import messages
 from swarm.protocol.messages import DialBackReply
 from swarm.transport.reach import reachability as module
 from swarm.transport.reach.address_book import AddressBook
+from swarm.transport.reach.reach_estimate import Reach
 from swarm.transport.reach.reachability import (
     CHECK_PERIOD_S,
     JUDGES,
@@ -27,7 +28,6 @@ from swarm.transport.reach.reachability import (
 )
 from swarm.transport.reach.relay_choice import Relay
 from swarm.transport.reach.relay_places import BEAT_PERIOD_S, BEAT_TIMEOUT_S, HURRY_S, RELAY_TIMEOUT_S
-from swarm.transport.reach.verdict import Reach
 from tests import virtual_time
 from tests.infos import server_info
 from tests.memory_hub import stream_pair
@@ -332,16 +332,6 @@ def test_who_is_reached_by_ipv6_only_takes_places_at_relays_as_well(monkeypatch)
         assert world.book.outer_host == HOST
 
     run(World(monkeypatch, *servers(range(3)), initial=3, own=[*OWN, f"/ip6/{SIX}/tcp/31337"]), scenario)
-
-
-def test_a_judge_cannot_have_a_port_announced_that_it_was_not_asked_about(monkeypatch):
-    async def scenario(world):
-        world.says = {world.initial[0]: DialBackReply(HOST, [22])}
-        await world.find_out()
-        assert world.reach.reach is Reach.HIDDEN
-        assert not any("/tcp/22" in address for address in world.reach.whereabouts.addresses)
-
-    run(World(monkeypatch), scenario)
 
 
 def test_ports_of_the_peer_are_tried_those_given_by_hand_first_and_four_at_most(monkeypatch):

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 from collections import Counter
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -85,19 +84,16 @@ def test_homes_spread_over_the_relays():
     assert max(first.values()) < 3 * min(first.values())
 
 
-@pytest.mark.parametrize(
-    ("address", "network"),
-    [
+def test_what_probably_fails_together():
+    for address, network in [
         ("/ip4/8.8.4.4/tcp/31337", "8.8.0.0/16"),
         ("/ip4/8.8.200.1/tcp/1", "8.8.0.0/16"),
         ("/ip4/8.9.8.8/tcp/1", "8.9.0.0/16"),
         ("/ip6/2a02:8071:b783::1/tcp/1", "2a02:8071::/32"),
         ("/ip6/2a02:8071:ffff::1/tcp/1", "2a02:8071::/32"),
         ("/dns4/relay.example/tcp/31337", "relay.example"),
-    ],
-)
-def test_what_probably_fails_together(address, network):
-    assert network_of(address) == network
+    ]:
+        assert network_of(address) == network
 
 
 def test_the_way_through_a_relay_is_an_address_that_may_be_announced():

@@ -7,7 +7,10 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import pytest
+from hivemind.p2p import P2PDaemonError, PeerID
 
+from swarm.errors import PeerLost
+from swarm.transport import daemon_streams
 from swarm.transport.reach import relay_places as module
 from swarm.transport.reach.circuit import LIBP2P_LIMITS
 from swarm.transport.reach.relay_choice import PLACES, Relay
@@ -19,15 +22,18 @@ from swarm.transport.reach.relay_places import (
     HURRY_S,
     MAX_LOSSES,
     MIN_PLACES,
+    PING_BYTES,
+    PING_PROTOCOL_ID,
     PROVE_PERIOD_S,
     RELAY_TIMEOUT_S,
     RENEW_SHARE,
     RETRY_S,
     STEADY_S,
+    Heartbeat,
     RelayPlaces,
 )
 from tests import virtual_time
-from tests.transport.reach.fakes import FakeNetwork, FakeRelay, grant, with_length
+from tests.transport.reach.fakes import FakeNetwork, FakeRelay, Writer, grant, peer_id, with_length
 
 NOTICED_S = BEAT_PERIOD_S + CHECK_PERIOD_S + BEAT_TIMEOUT_S + RELAY_TIMEOUT_S + 0.1
 """After this time at the latest a relay that says nothing any more is given up."""
@@ -101,25 +107,7 @@ def test_a_peer_takes_as_many_places_as_it_needs_and_no_more(monkeypatch):
         assert home.changes == [home.places.relays]
         assert home.places.failure == ""
         assert home.open_streams == PLACES  # one heartbeat each
-
-    run(scenario)
-
-
-def test_each_place_is_tried_out_by_a_connection_from_outside(monkeypatch):
-    async def scenario():
-        home = Home(monkeypatch, *map(server, range(3)))
-        await home.places.look_after()
         assert sorted(home.net.proofs) == sorted(relay.circuit() for relay in home.places.relays)
-
-    run(scenario)
-
-
-def test_without_relays_there_are_no_places(monkeypatch):
-    async def scenario():
-        home = Home(monkeypatch)
-        await home.run_for(60)
-        assert home.places.relays == ()
-        assert home.changes == []
 
     run(scenario)
 
@@ -178,9 +166,9 @@ def test_a_relay_that_gives_no_place_that_works_is_replaced_by_the_next(monkeypa
     run(scenario)
 
 
-@pytest.mark.parametrize("others", [0, 1])
-@pytest.mark.parametrize("was_held", [False, True], ids=["failed", "given up"])
-@pytest.mark.parametrize("breaks", BROKEN)
+@pytest.mark.parametrize(
+    ("breaks", "was_held", "others"), [(break_up, True, 0), (break_silent, False, 1), (break_status, True, 1)]
+)
 def test_a_relay_that_fails_is_asked_again_after_a_while_and_not_before(monkeypatch, breaks, was_held, others):
     """Sooner where no place is left."""
     pause_s = RETRY_S if others else HURRY_S
@@ -298,8 +286,8 @@ def test_who_is_told_that_somebody_could_not_be_carried_tries_its_places_out_at_
 
 @pytest.mark.parametrize(
     "echo",
-    [lambda sent: sent[::-1], lambda sent: bytes(32), lambda sent: sent[:-1], None],
-    ids=["reversed", "zeros", "too short", "nothing"],
+    [lambda sent: sent[::-1], lambda sent: sent[:-1]],
+    ids=["reversed", "too short"],
 )
 def test_a_relay_that_does_not_echo_what_it_is_sent_is_left(monkeypatch, echo):
     async def scenario():
@@ -465,7 +453,7 @@ def test_what_failed_is_forgotten_with_the_relay(monkeypatch):
     run(scenario)
 
 
-@pytest.mark.parametrize("breaks", BROKEN)
+@pytest.mark.parametrize("breaks", [break_up, break_silent])
 def test_if_all_relays_fail_at_first_they_are_asked_once_more_before_anything_is_said(monkeypatch, breaks):
     async def scenario():
         relays = list(map(server, range(2)))
@@ -487,7 +475,7 @@ def test_where_there_are_no_relays_nothing_is_waited_for(monkeypatch):
     async def scenario():
         home = Home(monkeypatch)
         await home.places.begin()
-        assert now() == 0.0
+        assert (home.places.relays, home.changes, now()) == ((), [], 0.0)
 
     run(scenario)
 
@@ -501,20 +489,6 @@ def test_where_one_relay_gives_a_place_the_others_are_not_waited_for(monkeypatch
         assert home.held == {good.id}
         assert full.reserved == 1
         assert now() < HURRY_S
-
-    run(scenario)
-
-
-def test_a_relay_that_carries_nothing_when_it_is_connected_to_anew_is_given_up(monkeypatch):
-    async def scenario():
-        relays = list(map(server, range(4)))
-        home = Home(monkeypatch, *relays)
-        await home.places.look_after()
-        lost = home.net.relays[sorted(home.held)[0]]
-        lost.carries = False
-        lost.hang_up()
-        await home.places.look_after()
-        assert home.held == {relay.id for relay in relays} - {lost.id}
 
     run(scenario)
 
@@ -654,12 +628,88 @@ def test_relays_are_asked_at_the_same_time(monkeypatch):
     run(scenario)
 
 
-def test_the_reason_of_a_failure_is_kept_for_the_operator(monkeypatch):
-    async def scenario():
-        relay = server(0)
-        relay.status = 201
-        home = Home(monkeypatch, relay)
-        await home.places.look_after()
-        assert "no place left" in home.places.failure
+RELAY = PeerID.from_base58(peer_id("relay"))
 
-    run(scenario)
+
+def beat(scenario: Any, monkeypatch: pytest.MonkeyPatch, echo: Any = bytes) -> None:
+    async def whole() -> None:
+        reader = asyncio.StreamReader()
+
+        def answer(data: bytes) -> None:
+            assert len(data) == PING_BYTES
+            if echo is not None:
+                reader.feed_data(echo(data))
+
+        async def open_stream(p2p: Any, peer: PeerID, protocol: str) -> tuple[asyncio.StreamReader, Any]:
+            assert (peer, protocol) == (RELAY, PING_PROTOCOL_ID)
+            return reader, Writer(answer)
+
+        monkeypatch.setattr(daemon_streams, "open_stream", open_stream)
+        p2p: Any = None
+        await scenario(await Heartbeat.open(p2p, RELAY, 1.0), reader)
+
+    virtual_time.run(whole)
+
+
+def test_a_heartbeat_goes_on_as_long_as_the_peer_echoes(monkeypatch):
+    async def scenario(heartbeat, reader):
+        for _ in range(3):
+            await heartbeat.beat(1.0)
+        assert not heartbeat.has_ended
+
+    beat(scenario, monkeypatch)
+
+
+def test_the_end_of_the_connection_is_seen_without_asking(monkeypatch):
+    async def scenario(heartbeat, reader):
+        reader.feed_eof()
+        assert heartbeat.has_ended
+        with pytest.raises(PeerLost, match="the connection has ended"):
+            await heartbeat.beat(1.0)
+
+    beat(scenario, monkeypatch, None)
+
+
+def test_a_connection_that_breaks_is_seen_without_asking(monkeypatch):
+    async def scenario(heartbeat, reader):
+        reader.set_exception(ConnectionResetError())
+        assert heartbeat.has_ended
+        with pytest.raises(PeerLost, match="the connection has ended"):
+            await heartbeat.beat(1.0)
+
+    beat(scenario, monkeypatch, None)
+
+
+def test_silence_is_the_end_after_a_while(monkeypatch):
+    async def scenario(heartbeat, reader):
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        with pytest.raises(PeerLost, match="has not answered for 3 s"):
+            await heartbeat.beat(3.0)
+        assert 3.0 <= loop.time() - began < 3.2
+
+    beat(scenario, monkeypatch, None)
+
+
+def test_other_bytes_are_no_echo(monkeypatch):
+    async def scenario(heartbeat, reader):
+        with pytest.raises(PeerLost, match="other bytes"):
+            await heartbeat.beat(1.0)
+
+    beat(scenario, monkeypatch, lambda data: bytes(PING_BYTES))
+
+
+@pytest.mark.parametrize(
+    "failure", [P2PDaemonError("no addresses"), ConnectionRefusedError(), TimeoutError()], ids=repr
+)
+def test_a_peer_that_is_not_there_cannot_be_pinged(monkeypatch, failure):
+    async def open_stream(*_: Any) -> Any:
+        raise failure
+
+    async def whole() -> None:
+        p2p: Any = None
+        with pytest.raises(PeerLost, match="cannot be pinged"):
+            await Heartbeat.open(p2p, RELAY, 1.0)
+
+    monkeypatch.setattr(daemon_streams, "open_stream", open_stream)
+    virtual_time.run(whole)

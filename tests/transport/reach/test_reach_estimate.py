@@ -2,12 +2,11 @@ from __future__ import annotations
 
 from ipaddress import ip_address
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from multiaddr import Multiaddr
 
-from swarm.transport.reach.verdict import DialReport, Reach, Verdict, judge, tcp_address
+from swarm.transport.reach.reach_estimate import DialReport, Reach, ReachEstimate, judge, tcp_address
 
 HOME, OTHER, LAN, LAN_TOO = "81.2.69.142", "8.8.8.8", "192.168.0.7", "10.0.0.7"
 SIX = "2a02:8071:b783::1"
@@ -35,27 +34,32 @@ def said(host: str, *reached: int) -> DialReport:
 
 
 def test_without_reports_nothing_is_known():
-    assert judge([], [31337]) == Verdict(Reach.UNKNOWN, (), "")
+    assert judge([], [31337]) == ReachEstimate(Reach.UNKNOWN, (), "")
 
 
 def test_a_peer_whose_port_answers_is_reached_where_others_see_it():
-    assert judge([said(HOME, 31337)], [31337]) == Verdict(Reach.DIRECT, (f"/ip4/{HOME}/tcp/31337",), HOME)
-    assert judge([said(SIX, 31337)], [31337], {SIX}) == Verdict(Reach.DIRECT, (f"/ip6/{SIX}/tcp/31337",), SIX)
+    assert judge([said(HOME, 31337)], [31337]) == ReachEstimate(Reach.DIRECT, (f"/ip4/{HOME}/tcp/31337",), HOME)
+    assert judge([said(SIX, 31337)], [31337], {SIX}) == ReachEstimate(Reach.DIRECT, (f"/ip6/{SIX}/tcp/31337",), SIX)
 
 
 def test_a_peer_of_which_no_port_answers_is_hidden_but_knows_from_where_it_is_seen():
-    assert judge([said(HOME), said(HOME)], [31337, 80]) == Verdict(Reach.HIDDEN, (), HOME)
-    assert judge([said(HOME)], []) == Verdict(Reach.HIDDEN, (), HOME)
+    assert judge([said(HOME), said(HOME)], [31337, 80]) == ReachEstimate(Reach.HIDDEN, (), HOME)
+    assert judge([said(HOME)], []) == ReachEstimate(Reach.HIDDEN, (), HOME)
 
 
-@pytest.mark.parametrize(
-    ("yes", "no", "expected"),
-    [(1, 0, True), (1, 1, True), (1, 2, False), (2, 1, True), (2, 2, True), (2, 3, False), (0, 1, False)],
-)
-def test_a_port_counts_as_open_if_half_of_those_who_tried_say_so(yes, no, expected):
-    reports = [said(HOME, 31337)] * yes + [said(HOME)] * no
-    assert bool(judge(reports, [31337]).addresses) is expected
-    assert judge(reports, [31337]) == judge(reports[::-1], [31337])
+def test_a_port_counts_as_open_if_half_of_those_who_tried_say_so():
+    for yes, no, expected in [
+        (1, 0, True),
+        (1, 1, True),
+        (1, 2, False),
+        (2, 1, True),
+        (2, 2, True),
+        (2, 3, False),
+        (0, 1, False),
+    ]:
+        reports = [said(HOME, 31337)] * yes + [said(HOME)] * no
+        assert bool(judge(reports, [31337]).addresses) is expected
+        assert judge(reports, [31337]) == judge(reports[::-1], [31337])
 
 
 def test_each_port_is_judged_by_itself_and_the_order_of_the_ports_is_kept():
@@ -66,19 +70,19 @@ def test_each_port_is_judged_by_itself_and_the_order_of_the_ports_is_kept():
 
 
 def test_what_peers_in_the_same_network_say_does_not_count_where_strangers_speak():
-    assert judge([said(LAN, 31337), said(LAN, 31337), said(HOME)], [31337]) == Verdict(Reach.HIDDEN, (), HOME)
+    assert judge([said(LAN, 31337), said(LAN, 31337), said(HOME)], [31337]) == ReachEstimate(Reach.HIDDEN, (), HOME)
     assert judge([said(LAN), said(LAN), said(HOME, 31337)], [31337]).reach is Reach.DIRECT
 
 
 def test_among_peers_of_one_local_network_only_they_count():
-    assert judge([said(LAN, 31337), said(LAN, 31337)], [31337]) == Verdict(
+    assert judge([said(LAN, 31337), said(LAN, 31337)], [31337]) == ReachEstimate(
         Reach.DIRECT, (f"/ip4/{LAN}/tcp/31337",), LAN
     )
 
 
 def test_only_those_who_see_the_most_common_address_are_asked_about_its_ports():
     reports = [said(OTHER, 31337), said(HOME), said(HOME)]
-    assert judge(reports, [31337]) == Verdict(Reach.HIDDEN, (), HOME)
+    assert judge(reports, [31337]) == ReachEstimate(Reach.HIDDEN, (), HOME)
 
 
 def test_a_port_that_was_not_tried_is_never_announced():
@@ -124,16 +128,16 @@ def test_liars_who_are_fewer_than_the_honest_change_nothing(tried, truly_open, h
 
 def test_what_comes_by_ipv4_and_by_ipv6_is_judged_apart():
     reports = [said(HOME), said(HOME), said(SIX, 31337)]
-    assert judge(reports, [31337], [SIX]) == Verdict(Reach.DIRECT, (f"/ip6/{SIX}/tcp/31337",), HOME)
+    assert judge(reports, [31337], [SIX]) == ReachEstimate(Reach.DIRECT, (f"/ip6/{SIX}/tcp/31337",), HOME)
     reports = [said(SIX), said(SIX), said(HOME, 31337)]
-    assert judge(reports, [31337], [SIX]) == Verdict(Reach.DIRECT, (f"/ip4/{HOME}/tcp/31337",), HOME)
+    assert judge(reports, [31337], [SIX]) == ReachEstimate(Reach.DIRECT, (f"/ip4/{HOME}/tcp/31337",), HOME)
     both = (f"/ip4/{HOME}/tcp/31337", f"/ip6/{SIX}/tcp/31337")
-    assert judge([said(SIX, 31337), said(HOME, 31337)], [31337], [SIX]) == Verdict(Reach.DIRECT, both, HOME)
+    assert judge([said(SIX, 31337), said(HOME, 31337)], [31337], [SIX]) == ReachEstimate(Reach.DIRECT, both, HOME)
 
 
 def test_nobody_gives_this_machine_an_ipv6_address_that_it_has_not():
-    assert judge([said(SIX, 31337)], [31337], [HOME]) == Verdict(Reach.UNKNOWN)
-    assert judge([said(HOME), said(HOME), said(SIX, 31337)], [31337]) == Verdict(Reach.HIDDEN, (), HOME)
+    assert judge([said(SIX, 31337)], [31337], [HOME]) == ReachEstimate(Reach.UNKNOWN)
+    assert judge([said(HOME), said(HOME), said(SIX, 31337)], [31337]) == ReachEstimate(Reach.HIDDEN, (), HOME)
 
 
 @given(st.ip_addresses(), ports)

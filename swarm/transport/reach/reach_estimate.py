@@ -33,7 +33,7 @@ class DialReport:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class ReachEstimate:
     """What follows from the reports.
 
     Attributes:
@@ -47,7 +47,7 @@ class Verdict:
     outer_host: str = ""
 
 
-def judge(reports: Sequence[DialReport], ports: Sequence[int], own_hosts: Collection[str] = ()) -> Verdict:
+def judge(reports: Sequence[DialReport], ports: Sequence[int], own_hosts: Collection[str] = ()) -> ReachEstimate:
     """Weigh the reports: a port counts as open if at least half of those who tried it say so.
 
     IPv4 and IPv6 are weighed apart, because a router may let in what comes by one of them only; of each, the address
@@ -61,7 +61,7 @@ def judge(reports: Sequence[DialReport], ports: Sequence[int], own_hosts: Collec
     """
     believed = [report for report in reports if ip_address(report.host).version == 4 or report.host in own_hosts]
     if not believed:
-        return Verdict(Reach.UNKNOWN)
+        return ReachEstimate(Reach.UNKNOWN)
     counted = [report for report in believed if ip_address(report.host).is_global] or believed
     addresses: list[str] = []
     hosts: list[str] = []
@@ -71,7 +71,7 @@ def judge(reports: Sequence[DialReport], ports: Sequence[int], own_hosts: Collec
             host, _ = Counter(report.host for report in same).most_common(1)[0]
             hosts.append(host)
             addresses += _open_addresses([report for report in same if report.host == host], ports)
-    return Verdict(Reach.DIRECT if addresses else Reach.HIDDEN, tuple(addresses), hosts[0])
+    return ReachEstimate(Reach.DIRECT if addresses else Reach.HIDDEN, tuple(addresses), hosts[0])
 
 
 def _open_addresses(reports: Sequence[DialReport], ports: Sequence[int]) -> list[str]:
