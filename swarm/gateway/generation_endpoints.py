@@ -56,7 +56,7 @@ class PreparedRequest:
     @property
     def reserved_tokens(self) -> int:
         """The most tokens that prompts and answers may have together."""
-        return sum(len(sequence.prompt) + sequence.max_tokens for sequence in self.sequences)
+        return sum(len(sequence.prompt) + sequence.limit for sequence in self.sequences)
 
 
 ParsedRequest = TypeVar("ParsedRequest", ChatRequest, CompletionRequest)

@@ -5,7 +5,7 @@ Laws:
   swarm. So many requests are lanes of one pipeline, and servers batch their steps.
 - Each sequence has its own inference session. `cancel` ends its wait for the swarm at any point, and the session is
   then freed on all servers.
-- The thread never waits for the reader: its output is bounded by `max_tokens` and is kept until it is read.
+- The thread never waits for the reader: its output is bounded by its limit and is kept until it is read.
 - Only tokens that stand become output: transformers asks the stopping criterion behind each of them, whether tokens
   may leave early or not.
 """
@@ -95,11 +95,11 @@ class SequenceGeneration:
         self._ticket = ComputeTicket(served.compute_lock)
         self._cancelled = False
         self._last_token: int | None = None
-        self._end_tokens = served.end_tokens | request.end_tokens
+        self._end_tokens = served.end_tokens.union(request.end_tokens)
         has_markers = request.tools is not None or request.thinking is not None  # which may be special tokens
         detokenizer = IncrementalDetokenizer(served.tokenizer, request.prompt, keep_special=has_markers)
         self._output = SequenceOutput(detokenizer, request)
-        self._sampler = Sampler(request.sampling, len(request.prompt), request.constraint)
+        self._sampler = Sampler(request)
         self._thread = threading.Thread(target=self._run, name="swarm-generation", daemon=True)
 
     def start(self) -> None:
@@ -135,13 +135,13 @@ class SequenceGeneration:
     def _generate(self) -> str:
         """Run `generate`, and return the finish reason."""
         request = self._request
-        max_length = len(request.prompt) + request.max_tokens
+        max_length = len(request.prompt) + request.limit
         session = self._served.model.inference_session(max_length=max_length, listener=self._on_session_event)
         try:
             with self._ticket:
                 if request.scores_prompt:
                     self._score_prompt(session)
-                if request.max_tokens:
+                if request.limit:
                     self._generate_in(session)
         except UsageError as error:
             if request.early_exit is None or type(error) not in (UsageError, ProcessorsWithState):
@@ -159,7 +159,7 @@ class SequenceGeneration:
     def _score_prompt(self, session: InferenceSession) -> None:
         if self._request.early_exit is not None:
             session.prepare_for(self._request.early_exit)  # not possible once it has computed tokens
-        count = self._request.sampling.top_logprobs or 0
+        count = self._request.top_logprobs or 0
         scored = prompt_scores(
             self._served.model, session, self._request.prompt, count, before_portion=self._require_running
         )
@@ -181,7 +181,7 @@ class SequenceGeneration:
             torch.tensor([list(request.prompt)]),
             attention_mask=torch.ones(1, len(request.prompt), dtype=torch.long),
             session=session,
-            max_new_tokens=request.max_tokens,
+            max_new_tokens=request.limit,
             do_sample=False,  # the sampler leaves one token to choose from
             num_beams=1,
             temperature=None,

@@ -48,7 +48,7 @@ class SequenceOutput:
         self._stop_filter = StopSequenceFilter(request.stops)
         self._tools = request.tools
         self._thinking = request.thinking
-        self._keeps_tokens = request.sampling.top_logprobs is not None
+        self._keeps_tokens = request.top_logprobs is not None
         self._keeps_end = request.scores_prompt
         self._tokens: list[SampledToken] = []
 

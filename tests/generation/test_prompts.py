@@ -10,7 +10,8 @@ import pytest
 from swarm.generation.errors import InvalidGenerationRequest
 from swarm.generation.formats.response_format import AnswerForm, GrammarCompiler
 from swarm.generation.formats.thinking import ConstraintBehindThoughts, thinking_syntax
-from swarm.generation.prompts import ROOM_LEFT, GenerationOptions, chat_sequences, completion_sequences
+from swarm.generation.prompts import chat_sequences, completion_sequences
+from swarm.generation.sequence_request import ROOM_LEFT, SequenceRequest
 from swarm.models.checkpoints.checkpoint import DEMO_FOLDER
 from swarm.models.tokenizers.chat_template import TemplateOptions
 from swarm.models.tokenizers.prompt_process import TokenizerPrompts
@@ -46,7 +47,7 @@ def serve(template: str, has_tokens: bool = True) -> Any:
 
 
 def sequence(served: Any, template: TemplateOptions | None = None, messages: Any = HELLO, **options: Any) -> Any:
-    (made,) = chat_sequences(served, messages, GenerationOptions(separate_thoughts=True, **options), template=template)
+    (made,) = chat_sequences(served, messages, SequenceRequest(separate_thoughts=True, **options), template=template)
     return made
 
 
@@ -75,7 +76,7 @@ def test_a_thought_that_is_continued():
 
 def test_models_and_chats_without_thoughts():
     assert sequence(serve(MESSAGES)).thinking is None
-    (plain,) = chat_sequences(serve(HYBRID), HELLO, GenerationOptions())
+    (plain,) = chat_sequences(serve(HYBRID), HELLO, SequenceRequest())
     assert plain.thinking is None
 
 
@@ -106,23 +107,23 @@ def test_a_thought_whose_end_cannot_be_told_goes_with_no_form():
 )
 def test_the_end_of_a_longer_prompt_is_kept(keep, max_tokens, kept, left):
     prompt = [5 + n for n in range(100 if keep != 99 else 50)]
-    options = GenerationOptions(prompt_tokens=keep, max_tokens=max_tokens)
+    options = SequenceRequest(prompt_tokens=keep, max_tokens=max_tokens)
     (made,) = completion_sequences(serve(MESSAGES), [prompt], options)
     assert list(made.prompt) == prompt[-kept:]
-    assert made.max_tokens == left
+    assert made.limit == left
 
 
 def test_a_prompt_as_long_as_the_context_may_have_no_new_token():
-    (made,) = completion_sequences(serve(MESSAGES), [[5] * CONTEXT], GenerationOptions(max_tokens=0))
-    assert made.max_tokens == 0
+    (made,) = completion_sequences(serve(MESSAGES), [[5] * CONTEXT], SequenceRequest(max_tokens=0))
+    assert made.limit == 0
     for tokens, limit in ((CONTEXT, 1), (CONTEXT, None), (CONTEXT + 1, 0)):
         with pytest.raises(InvalidGenerationRequest, match="maximum context length is 64 tokens"):
-            completion_sequences(serve(MESSAGES), [[5] * tokens], GenerationOptions(max_tokens=limit))
+            completion_sequences(serve(MESSAGES), [[5] * tokens], SequenceRequest(max_tokens=limit))
 
 
 def test_stop_tokens_are_the_models():
-    (made,) = completion_sequences(serve(MESSAGES), ["Once"], GenerationOptions(end_tokens=[7]))
-    assert made.end_tokens == {7}
+    (made,) = completion_sequences(serve(MESSAGES), ["Once"], SequenceRequest(end_tokens=[7]))
+    assert made.end_tokens == [7]
     with pytest.raises(InvalidGenerationRequest) as caught:
-        completion_sequences(serve(MESSAGES), ["Once"], GenerationOptions(end_tokens=[99_999]))
+        completion_sequences(serve(MESSAGES), ["Once"], SequenceRequest(end_tokens=[99_999]))
     assert caught.value.parameter == "stop_token_ids"
