@@ -159,9 +159,8 @@ def _use(ring: Ring, given: Mapping[str, Any]) -> None:
 
 def _chat(ring: Ring) -> None:
     from swarm.cli.chat.conversation import AnswerOptions
-    from swarm.cli.chat.dialogue import Dialogue
+    from swarm.cli.chat.dialogue import Dialogue, Terminal
     from swarm.cli.chat.swarm_backend import SwarmBackend
-    from swarm.cli.chat.terminal import Terminal
 
     terminal = Terminal()
     with terminal.conversation():

@@ -14,10 +14,11 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from swarm.errors import SwarmError
+from swarm.client.routes.events import BlocksMissing, HopLost, Recovered, RouteTaken
+from swarm.errors import SwarmError, format_blocks
 from swarm.generation.errors import GenerationCrashed
-from swarm.generation.exit_counts import ExitCounts
 from swarm.generation.sequence_generation import (
+    ExitCounts,
     SequenceEnd,
     SequenceEvent,
     SequenceFailed,
@@ -235,3 +236,20 @@ def _without_replaced(waiting: Sequence[tuple[int, SequenceEvent]]) -> list[tupl
             replaced.add(index)
         kept.append((index, event))
     return kept[::-1]
+
+
+def route_detail(event: SequenceEvent) -> dict[str, Any] | None:
+    """The detail that describes an event; None if clients are not told of it."""
+    match event:
+        case RouteTaken(route):
+            hops = [
+                {"blocks": str(hop.span), "peer": hop.server.short_id, "name": hop.server.name} for hop in route.hops
+            ]
+            return {"kind": "route", "hops": hops}
+        case HopLost(peer_id, span, reason):
+            return {"kind": "lost", "peer": "…" + peer_id[-6:], "blocks": str(span), "reason": reason}
+        case BlocksMissing(blocks):
+            return {"kind": "missing", "blocks": format_blocks(blocks)}
+        case Recovered(seconds):
+            return {"kind": "recovered", "seconds": round(seconds, 3)}
+    return None

@@ -14,7 +14,7 @@ from swarm.client.threads.compute_lock import ComputeLock
 from swarm.common.warn_once import WarnOnce
 from swarm.generation.formats.response_format import GrammarCompiler
 from swarm.generation.formats.thinking import ThinkingSyntax, thinking_syntax
-from swarm.generation.formats.tool_syntax import ToolSyntax, tool_syntax
+from swarm.generation.formats.tool_calls import ToolSyntax, tool_syntax
 from swarm.models.tokenizers.chat_template import template_text
 from swarm.models.tokenizers.end_token import add_end_token
 from swarm.models.tokenizers.prompt_process import PromptMaker, PromptProcess, TokenizerPrompts

@@ -7,8 +7,7 @@ from contextlib import contextmanager
 
 from prometheus_client import Counter, Gauge, Histogram
 
-from swarm.metrics.instruments import ANSWER_BUCKETS_S, OTHER, STEP_BUCKETS_S, label_or_other
-from swarm.metrics.registry import Registry
+from swarm.metrics.registry import ANSWER_BUCKETS_S, OTHER, STEP_BUCKETS_S, Registry, label_or_other
 
 ENDPOINTS = frozenset(
     {

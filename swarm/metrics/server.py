@@ -7,8 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from prometheus_client import Counter, Gauge, Histogram, Info
 
 from swarm.data_structures import FlashUse, Span
-from swarm.metrics.instruments import SEQUENCE_BUCKETS, STEP_BUCKETS_S, TOKEN_BUCKETS, error_label
-from swarm.metrics.registry import Registry
+from swarm.metrics.registry import SEQUENCE_BUCKETS, STEP_BUCKETS_S, TOKEN_BUCKETS, Registry, error_label
 
 REQUEST_KINDS = ("prefill", "decode", "forward", "backward")
 """Kinds of requests: prompts (and replays), single tokens, and forward and backward passes without a session."""

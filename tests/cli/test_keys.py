@@ -6,7 +6,7 @@ import pytest
 from click.testing import CliRunner
 
 from swarm.cli.__main__ import main
-from swarm.gateway.admission.api_keys import KeyFile, KeyLimits
+from swarm.gateway.api_keys import KeyFile, KeyLimits
 
 OPTIONS = {
     "add": {"name", "--file", "--requests-per-minute", "--tokens-per-minute", "--concurrent", "--help"},

@@ -11,8 +11,8 @@ from typing import Any
 import httpx
 import pytest
 
-from swarm.gateway.admission import api_keys
-from swarm.gateway.admission.api_keys import KeyLimits
+from swarm.gateway import api_keys
+from swarm.gateway.api_keys import KeyLimits
 from swarm.gateway.settings import GatewaySettings
 from swarm.models.checkpoints.checkpoint import DEMO_FOLDER
 from swarm.models.tokenizers.tokenizer import load_tokenizer

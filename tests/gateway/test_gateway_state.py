@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from swarm.data_structures import Span
-from swarm.gateway.admission import api_keys
-from swarm.gateway.admission.api_keys import ApiKey, KeyFile, KeyLimits
+from swarm.gateway import api_keys
+from swarm.gateway.api_keys import ApiKey, KeyFile, KeyLimits
 from swarm.gateway.gateway_state import PREPARATION_THREADS, GatewayState
-from swarm.gateway.http.disconnect import ClientDisconnected
+from swarm.gateway.http.responses import ClientDisconnected
 from swarm.gateway.openai.api_errors import ServiceUnavailable
 from swarm.gateway.settings import GatewaySettings
 from swarm.generation.served_model import ServedModel

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from swarm.generation.exit_counts import ExitCounts
-from swarm.generation.sequence_generation import SequenceEvent
+from swarm.generation.sequence_generation import ExitCounts, SequenceEvent
 from swarm.generation.sequence_group import SequenceGroup
 from swarm.generation.sequence_request import SequenceRequest
 from swarm.metrics.gateway import GatewayMetrics

@@ -9,8 +9,8 @@ from starlette.applications import Starlette
 from starlette.routing import Mount
 from starlette.testclient import TestClient
 
+from swarm.web.http_server import SECURITY_HEADERS, SecurityHeaders
 from swarm.web.page_files import SHARED_FOLDER, PageFiles
-from swarm.web.security_headers import SECURITY_HEADERS, SecurityHeaders
 
 
 @pytest.fixture

@@ -71,8 +71,7 @@ def main(
     else to standard error.
     """
     from swarm.cli.chat.conversation import AnswerOptions
-    from swarm.cli.chat.dialogue import Dialogue
-    from swarm.cli.chat.terminal import Terminal
+    from swarm.cli.chat.dialogue import Dialogue, Terminal
 
     signal.signal(signal.SIGTERM, _exit_on_signal)
     terminal = Terminal()

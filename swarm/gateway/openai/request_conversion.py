@@ -8,15 +8,18 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from swarm.gateway.openai.api_errors import BadRequest
-from swarm.gateway.openai.chat_messages import AllowedTools, ChatMessage, MessageToolCall, ToolChoice
 from swarm.gateway.openai.early_exit_options import early_exit_options
 from swarm.gateway.openai.refused_fields import unsupported
 from swarm.gateway.openai.request_schema import (
     MAX_TEXTS,
     UNLIMITED,
+    AllowedTools,
+    ChatMessage,
     ChatRequest,
     CompletionRequest,
     GenerationRequest,
+    MessageToolCall,
+    ToolChoice,
 )
 from swarm.gateway.settings import GatewaySettings
 from swarm.generation.errors import InvalidGenerationRequest

@@ -14,7 +14,7 @@ import sys
 
 from llguidance import LLMatcher, LLParserLimits
 
-from swarm.common.processes.python_process import module_command
+from swarm.common.processes import module_command
 
 MAX_CPU_S = 0.5
 MAX_MEMORY_BYTES = 2 << 30

@@ -21,7 +21,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Protocol
 
-from swarm.common.processes.python_process import module_command
+from swarm.common.processes import module_command
 from swarm.errors import ChatTemplateError, CheckpointError
 from swarm.models.tokenizers.chat_template import (
     ChatMessage,

@@ -16,7 +16,7 @@ import psutil
 from swarm.common.files.atomic_file import replace_file
 from swarm.common.files.folders import nearest_folder
 from swarm.common.machine import available_memory
-from swarm.common.processes.bound_process import bound_command
+from swarm.common.processes import bound_command
 from swarm.common.units import format_bytes
 from swarm.common.version import VERSION
 from swarm.errors import InvalidOption, SwarmError

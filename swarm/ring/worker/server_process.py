@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 
-from swarm.common.processes.bound_process import bound_command
+from swarm.common.processes import bound_command
 from swarm.errors import WorkerFailed, sanitize_text
 
 logger = logging.getLogger(__name__)

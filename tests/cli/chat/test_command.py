@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from swarm.gateway.admission import api_keys
+from swarm.gateway import api_keys
 from tests.gateways import run_gateway
 from tests.scripted import make_scripted
 from tests.swarms import run_swarm

@@ -13,9 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarm.cli.chat.conversation import AnswerOptions, ConversationMessage
+from swarm.cli.chat.conversation import AnswerOptions, ChatFailed, ConversationMessage, TextPiece
 from swarm.cli.chat.gateway_backend import MAX_LINE_BYTES, GatewayBackend, base_url, describe_refusal, read_events
-from swarm.cli.chat.reply_pieces import ChatFailed, TextPiece
 from swarm.errors import InvalidOption
 
 MODELS = json.dumps({"data": [{"id": "one"}, {"id": "two"}]}).encode()

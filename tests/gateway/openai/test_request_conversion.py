@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from swarm.gateway.openai.api_errors import BadRequest
-from swarm.gateway.openai.chat_messages import ChatMessage, FunctionCall
 from swarm.gateway.openai.request_conversion import completion_request_sequences, template_message, tool_options
-from swarm.gateway.openai.request_schema import CompletionRequest, parse_chat_request
+from swarm.gateway.openai.request_schema import ChatMessage, CompletionRequest, FunctionCall, parse_chat_request
 from swarm.gateway.settings import GatewaySettings
 from swarm.generation.errors import InvalidGenerationRequest
 from swarm.generation.formats.tool_calls import ToolOptions

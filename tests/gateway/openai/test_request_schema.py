@@ -13,7 +13,7 @@ from swarm.gateway.openai.api_errors import BadRequest
 from swarm.gateway.openai.refused_fields import CHAT
 from swarm.gateway.openai.request_conversion import template_message
 from swarm.gateway.openai.request_schema import parse_chat_request, parse_completion_request
-from swarm.gateway.openai.tokenizer_requests import parse_detokenize_request, parse_tokenize_request
+from swarm.gateway.tokenizer_endpoints import parse_detokenize_request, parse_tokenize_request
 from swarm.generation.formats.response_format import AnswerForm
 
 USER = [{"role": "user", "content": "hello"}]

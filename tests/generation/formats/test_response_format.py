@@ -20,8 +20,7 @@ from swarm.gateway.openai.request_conversion import tool_options
 from swarm.gateway.openai.request_schema import ChatRequest, parse_chat_request
 from swarm.generation.errors import InvalidGenerationRequest
 from swarm.generation.formats.response_format import GrammarCompiler, regex_grammar
-from swarm.generation.formats.tool_calls import ToolCallParser
-from swarm.generation.formats.tool_syntax import TABLE
+from swarm.generation.formats.tool_calls import TABLE, ToolCallParser
 from tests.scripted import make_scripted
 
 DEMO = Path(swarm.models.__file__).parent / "demo"

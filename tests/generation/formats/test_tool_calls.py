@@ -9,8 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from swarm.generation.formats import tool_calls
-from swarm.generation.formats.tool_calls import ToolCall, ToolCallParser, tool_syntax
-from swarm.generation.formats.tool_syntax import TABLE
+from swarm.generation.formats.tool_calls import TABLE, ToolCall, ToolCallParser, tool_syntax
 
 NAMES = frozenset({"weather", "add.numbers"})
 ARGUMENTS = '{"city": "Zürich {x} \\" \\\\", "days": [1, {"n": 2}]}'

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 import uvicorn
 
-from swarm.web import connection_timeouts
-from swarm.web.connection_timeouts import TimeoutHttpProtocol
-from swarm.web.http_server import SignalFreeServer, listen
+from swarm.web import http_server as connection_timeouts
+from swarm.web.http_server import SignalFreeServer, TimeoutHttpProtocol, listen
 
 
 @pytest.mark.parametrize("ends", [True, False])

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swarm.errors import KeyFileError
-from swarm.gateway.admission import api_keys
-from swarm.gateway.admission.api_keys import ApiKey, KeyFile, KeyLimits
+from swarm.gateway import api_keys
+from swarm.gateway.api_keys import ApiKey, KeyFile, KeyLimits
 
 HASH = "0" * 64
 

@@ -1,4 +1,4 @@
-"""Admission of requests: limits, the queue, and turns of keys."""
+"""Admission of requests: limits of a key, the queue, and turns of keys."""
 
 from __future__ import annotations
 
@@ -9,9 +9,100 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swarm.gateway.admission.admission_control import AdmissionControl
-from swarm.gateway.admission.api_keys import ApiKey, KeyLimits
-from swarm.gateway.admission.rate_limits import WINDOW_S, NotAdmitted
+from swarm.gateway.admission import WINDOW_S, AdmissionControl, FairQueue, KeyUsage, NotAdmitted, SlidingWindow
+from swarm.gateway.api_keys import ApiKey, KeyLimits
+
+FREE = KeyLimits()
+
+
+@given(st.lists(st.tuples(st.integers(0, 50), st.integers(0, 9)), max_size=20), st.integers(0, 60), st.integers(0, 50))
+def test_a_window_knows_how_long_to_wait(steps, rest, amount):
+    window, now = SlidingWindow(), 0.0
+    for seconds, count in steps:
+        now += seconds
+        window.add(now, count)
+    now += rest
+    wait = window.seconds_until(now, amount)
+    assert wait >= 0
+    assert window.sum(now + wait) <= amount
+    if wait > 0:
+        earlier = SlidingWindow()
+        for (_, count), when in zip(steps, [sum(s for s, _ in steps[: i + 1]) for i in range(len(steps))], strict=True):
+            earlier.add(when, count)
+        assert earlier.sum(now + wait - 0.5) > amount
+
+
+def test_a_key_without_limits_is_never_rejected():
+    KeyUsage(open=10**6, reserved=10**9).check_limits(FREE, 10**9, 0.0)
+
+
+def test_a_window_drops_old_entries_without_being_read():
+    window = SlidingWindow()
+    for second in range(1000):
+        window.add(float(second), 1)
+    assert len(window._entries) <= WINDOW_S
+
+
+def fill(words):
+    turns = FairQueue()
+    for word in words.split():
+        turns.push(word[0], word)
+    return turns
+
+
+def pop(turns):
+    """The next one, which is also what was announced."""
+    first = turns.first()
+    assert turns.pop() is first
+    return first
+
+
+@pytest.mark.parametrize(
+    ("come", "go"),
+    [("a1 a2 a3", "a1 a2 a3"), ("a1 a2 a3 b1", "a1 b1 a2 a3"), ("a1 a2 b1 c1 b2", "a1 b1 c1 a2 b2"), ("", "")],
+)
+def test_keys_take_turns(come, go):
+    turns = fill(come)
+    assert " ".join(pop(turns) for _ in range(len(turns))) == go
+
+
+def test_removed_items_are_not_next():
+    turns = fill("a1 a2 b1")
+    turns.remove("a", "a1")
+    turns.remove("a", "a1")
+    turns.remove("c", "c1")
+    assert len(turns) == 2
+    assert [turns.pop(), turns.pop()] == ["a2", "b1"]
+
+
+def test_the_newest_request_of_the_longest_queue_gives_way():
+    turns = fill("a1 b1 b2 b3 c1")
+    assert turns.longest_key() == "b"
+    assert turns.pop_newest("b") == "b3"
+    assert (turns.count_of("b"), turns.count_of("d"), len(turns)) == (2, 0, 4)
+
+
+@given(st.lists(st.tuples(st.sampled_from(["push", "pop"]), st.sampled_from("abc")), max_size=60))
+def test_every_other_key_goes_before_a_waiting_request_at_most_once(steps):
+    turns: FairQueue[tuple[str, int]] = FairQueue()
+    waiting: dict[str, int] = dict.fromkeys("abc", 0)
+    passed: dict[str, dict[str, int]] = {}
+    for number, (what, name) in enumerate(steps):
+        if what == "push":
+            turns.push(name, (name, number))
+            waiting[name] += 1
+            passed.setdefault(name, {})
+        elif len(turns):
+            gone, _ = turns.pop()
+            waiting[gone] -= 1
+            passed.pop(gone)
+            for other in passed.values():
+                other[gone] = other.get(gone, 0) + 1
+                assert other[gone] == 1
+            if waiting[gone]:
+                passed[gone] = {}
+        assert len(turns) == sum(waiting.values())
+
 
 FREE = KeyLimits()
 
