@@ -9,6 +9,9 @@ import click
 from swarm.common import console
 from swarm.errors import InvalidOption
 
+PERIOD_S = 10.0
+"""Time between two reads of the DHT."""
+
 
 @click.command(name="monitor", cls=console.MultiAddressCommand, context_settings={"show_default": True})
 @click.argument("models", metavar="[MODEL]...", nargs=-1)
@@ -16,7 +19,6 @@ from swarm.errors import InvalidOption
 @console.membership_option
 @click.option("--host", default="127.0.0.1", help="Address to listen on; 0.0.0.0 makes the page public.")
 @click.option("--port", type=click.IntRange(0, 65535), default=8081, help="0 takes any free port.")
-@click.option("--period", type=click.FloatRange(1, 600), default=10.0, help="Seconds between two reads of the DHT.")
 @click.option(
     "--history",
     type=click.Path(dir_okay=False, path_type=Path),
@@ -30,7 +32,6 @@ def main(
     membership: str | None,
     host: str,
     port: int,
-    period: float,
     history: Path | None,
     log_format: str,
 ) -> None:
@@ -55,7 +56,7 @@ def main(
 
     console.configure_logging(log_format)
     quiet_hivemind()
-    poller = SwarmPoller(parse_peers(peers), models, period, history, membership=read_invite(membership))
+    poller = SwarmPoller(parse_peers(peers), models, PERIOD_S, history, membership=read_invite(membership))
     with listen(host, port) as listening:
         uvloop.run(serve_monitor(poller, listening))
 

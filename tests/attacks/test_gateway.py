@@ -88,7 +88,7 @@ class Command:
 
     def __init__(self, swarm: TestSwarm, *options: str) -> None:
         command = [sys.executable, "-m", "swarm.gateway", str(DEMO_FOLDER), "--host", "0.0.0.0", "--port", "0"]
-        command += ["--initial-peers", *swarm.addresses, "--wire", "none", "--no-monitor", *options]
+        command += ["--initial-peers", *swarm.addresses, "--wire", "none", *options]
         self._process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         self.lines: list[str] = []
         assert self._process.stdout is not None

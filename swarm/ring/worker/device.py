@@ -103,13 +103,12 @@ def device_name(given: str | None = None) -> str:
     return name or "worker"
 
 
-async def find_speed(folder: Path, device: str, threads: int | None, *, again: bool = False) -> DeviceSpeed:
+async def find_speed(folder: Path, device: str, threads: int | None) -> DeviceSpeed:
     """The speed that was measured before under the same conditions, or is measured now and kept in the folder.
 
     Args:
         device: torch device, or "auto".
         threads: torch threads; None for torch's own choice.
-        again: measure even if it was measured before.
 
     Raises:
         InvalidOption: this machine has no such device.
@@ -121,7 +120,7 @@ async def find_speed(folder: Path, device: str, threads: int | None, *, again: b
     )
     kept = _read(path)
     # The free memory of a GPU changes, so it is looked at whenever a worker starts.
-    if kept is not None and kept.conditions == conditions and kept.speed.memory is None and not again:
+    if kept is not None and kept.conditions == conditions and kept.speed.memory is None:
         return kept.speed
     speed = await _measure(device, threads)
     keep_speed(folder, conditions, speed)

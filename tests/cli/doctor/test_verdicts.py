@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarm.cli.doctor import report, verdicts
+from swarm.cli.doctor import verdicts
 from swarm.cli.doctor.verdicts import Finding, GpuProperties, Verdict
 
 OK, WARNING, FAILURE, UNKNOWN = Verdict.OK, Verdict.WARNING, Verdict.FAILURE, Verdict.UNKNOWN
@@ -95,7 +95,7 @@ def test_report():
         verdicts.failure("Disk", "full", "make room"),
         verdicts.unknown("DHT", "?"),
     ]
-    shown = click.unstyle("\n".join(report.format_finding(finding) for finding in findings)).splitlines()
+    shown = click.unstyle("\n".join(verdicts.format_finding(finding) for finding in findings)).splitlines()
     assert shown == [
         "ok       CPU           8 cores",
         "failure  Disk          full",
@@ -103,12 +103,12 @@ def test_report():
         "unknown  DHT           ?",
     ]
     warned = [verdicts.warning("Disk", "small", "grow")]
-    assert [report.format_summary(some) for some in (findings, findings[:1], warned)] == [
+    assert [verdicts.format_summary(some) for some in (findings, findings[:1], warned)] == [
         "1 of 3 checks failed.",
         "No problems found.",
         "No check failed; 1 of 1 checks warn.",
     ]
     assert [verdicts.exit_code(some) for some in (findings, findings[:1], [])] == [1, 0, 0]
-    assert json.loads(report.to_json(findings))[1] == {
+    assert json.loads(verdicts.to_json(findings))[1] == {
         "check": "Disk", "verdict": "failure", "found": "full", "remedy": "make room"
     }  # fmt: skip
