@@ -83,17 +83,14 @@ def test_nothing_in_the_log_without_a_title(monkeypatch, caplog):
     assert caplog.text == ""
 
 
-@pytest.mark.parametrize(
-    ("done", "total", "unit", "seconds", "text"),
-    [
+def test_how_far_work_has_come_in_words():
+    for done, total, unit, seconds, text in [
         (3, 8, "block", 60, "3 of 8 blocks, about 2 min left"),
         (7, 8, "block", 70, "7 of 8 blocks, about 10 s left"),
         (0, 8, "block", 70, "0 of 8 blocks"),
         (10**6, 10**9, "B", 10, "1 MB of 1 GB, about 166 min left"),
-    ],
-)
-def test_how_far_work_has_come_in_words(done, total, unit, seconds, text):
-    assert console.progress_text(done, total, unit, seconds) == text
+    ]:
+        assert console.progress_text(done, total, unit, seconds) == text
 
 
 def test_a_bar_is_removed_when_its_work_fails(terminal):
@@ -325,24 +322,21 @@ def command(relay: bool | int | None, **others: object) -> None:
     click.echo(repr(relay))
 
 
-@pytest.mark.parametrize(
-    ("arguments", "expected"),
-    [
+def test_whether_to_relay_and_for_how_many():
+    for arguments, expected in [
         ([], "None"),
         (["--relay", "on"], "True"),
         (["--relay", "off"], "False"),
         (["--relay", "0"], "0"),
         (["--relay", "1"], "1"),
         (["--relay", str(MAX_RELAYED_PEERS)], str(MAX_RELAYED_PEERS)),
-    ],
-)
-def test_whether_to_relay_and_for_how_many(arguments, expected):
-    result = CliRunner().invoke(command, arguments)
-    assert (result.exit_code, result.output.strip()) == (0, expected)
+    ]:
+        result = CliRunner().invoke(command, arguments)
+        assert (result.exit_code, result.output.strip()) == (0, expected)
 
 
-@pytest.mark.parametrize("value", ["", "yes", "ON", "-1", "1.5", "²", str(MAX_RELAYED_PEERS + 1), "9" * 5000])
-def test_what_is_no_number_of_peers_to_relay_for(value):
-    result = CliRunner().invoke(command, ["--relay", value])
-    assert result.exit_code == 2
-    assert "neither on nor off nor a number up to" in result.output
+def test_what_is_no_number_of_peers_to_relay_for():
+    for value in ["", "yes", "ON", "-1", "1.5", "²", str(MAX_RELAYED_PEERS + 1), "9" * 5000]:
+        result = CliRunner().invoke(command, ["--relay", value])
+        assert result.exit_code == 2
+        assert "neither on nor off nor a number up to" in result.output

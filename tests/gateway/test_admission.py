@@ -57,13 +57,15 @@ def pop(turns):
     return first
 
 
-@pytest.mark.parametrize(
-    ("come", "go"),
-    [("a1 a2 a3", "a1 a2 a3"), ("a1 a2 a3 b1", "a1 b1 a2 a3"), ("a1 a2 b1 c1 b2", "a1 b1 c1 a2 b2"), ("", "")],
-)
-def test_keys_take_turns(come, go):
-    turns = fill(come)
-    assert " ".join(pop(turns) for _ in range(len(turns))) == go
+def test_keys_take_turns():
+    for come, go in [
+        ("a1 a2 a3", "a1 a2 a3"),
+        ("a1 a2 a3 b1", "a1 b1 a2 a3"),
+        ("a1 a2 b1 c1 b2", "a1 b1 c1 a2 b2"),
+        ("", ""),
+    ]:
+        turns = fill(come)
+        assert " ".join(pop(turns) for _ in range(len(turns))) == go
 
 
 def test_removed_items_are_not_next():

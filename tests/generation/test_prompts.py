@@ -51,22 +51,19 @@ def sequence(served: Any, template: TemplateOptions | None = None, messages: Any
     return made
 
 
-@pytest.mark.parametrize(
-    ("template", "options", "said", "expected"),
-    [
+def test_where_the_thoughts_of_an_answer_are():
+    for template, options, said, expected in [
         (HYBRID, None, "<think>a</think>b", ("a", "b")),
         (HYBRID, None, "b", ("", "b")),
         (HYBRID, OFF, "b", ("", "b")),
         (FORCED, None, "a</think>b", ("a", "b")),
         (FORCED, CONTINUED, "b</think>c", ("", "b</think>c")),
-    ],
-)
-def test_where_the_thoughts_of_an_answer_are(template, options, said, expected):
-    messages = [*HELLO, {"role": "assistant", "content": "Well,"}] if options is CONTINUED else HELLO
-    parser = sequence(serve(template), options, messages).thinking
-    thought, content = parser.feed(said)
-    more_thought, more = parser.finish()
-    assert (thought + more_thought, content + more) == expected
+    ]:
+        messages = [*HELLO, {"role": "assistant", "content": "Well,"}] if options is CONTINUED else HELLO
+        parser = sequence(serve(template), options, messages).thinking
+        thought, content = parser.feed(said)
+        more_thought, more = parser.finish()
+        assert (thought + more_thought, content + more) == expected
 
 
 def test_a_thought_that_is_continued():
@@ -83,11 +80,9 @@ def test_models_and_chats_without_thoughts():
 FORM = AnswerForm({"type": "json_object"})
 
 
-@pytest.mark.parametrize(
-    ("template", "options", "thinks"), [(HYBRID, None, True), (HYBRID, OFF, False), (FORCED, None, True)]
-)
-def test_a_form_is_that_of_what_follows_the_thoughts(template, options, thinks):
-    assert isinstance(sequence(serve(template), options, form=FORM).constraint, ConstraintBehindThoughts) is thinks
+def test_a_form_is_that_of_what_follows_the_thoughts():
+    for template, options, thinks in [(HYBRID, None, True), (HYBRID, OFF, False), (FORCED, None, True)]:
+        assert isinstance(sequence(serve(template), options, form=FORM).constraint, ConstraintBehindThoughts) is thinks
 
 
 def test_a_thought_whose_end_cannot_be_told_goes_with_no_form():
@@ -95,22 +90,19 @@ def test_a_thought_whose_end_cannot_be_told_goes_with_no_form():
         sequence(serve(FORCED, has_tokens=False), form=FORM)
 
 
-@pytest.mark.parametrize(
-    ("keep", "max_tokens", "kept", "left"),
-    [
+def test_the_end_of_a_longer_prompt_is_kept():
+    for keep, max_tokens, kept, left in [
         (10, 4, 10, 4),
         (-1, 4, CONTEXT - 4, 4),
         (-1, None, CONTEXT - 1, 1),
         (10, ROOM_LEFT, 10, CONTEXT - 10),
         (99, 4, 50, 4),
-    ],
-)
-def test_the_end_of_a_longer_prompt_is_kept(keep, max_tokens, kept, left):
-    prompt = [5 + n for n in range(100 if keep != 99 else 50)]
-    options = SequenceRequest(prompt_tokens=keep, max_tokens=max_tokens)
-    (made,) = completion_sequences(serve(MESSAGES), [prompt], options)
-    assert list(made.prompt) == prompt[-kept:]
-    assert made.limit == left
+    ]:
+        prompt = [5 + n for n in range(100 if keep != 99 else 50)]
+        options = SequenceRequest(prompt_tokens=keep, max_tokens=max_tokens)
+        (made,) = completion_sequences(serve(MESSAGES), [prompt], options)
+        assert list(made.prompt) == prompt[-kept:]
+        assert made.limit == left
 
 
 def test_a_prompt_as_long_as_the_context_may_have_no_new_token():

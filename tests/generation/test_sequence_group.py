@@ -114,18 +114,17 @@ def test_a_sequence_that_cannot_be_started_later_ends_the_request(make_group):
 ROUTE = Route((Hop(server_info(0, 4, "abcdefgh", name="ann"), Span(0, 4)),))
 
 
-@pytest.mark.parametrize(
-    ("event", "told"),
-    [
+def test_details():
+    for event, told in [
         (RouteTaken(ROUTE), {"kind": "route", "hops": [{"blocks": "0:4", "peer": "…cdefgh", "name": "ann"}]}),
-        (HopLost("abcdefgh", Span(0, 4), "peer_lost"),
-         {"kind": "lost", "peer": "…cdefgh", "blocks": "0:4", "reason": "peer_lost"}),
+        (
+            HopLost("abcdefgh", Span(0, 4), "peer_lost"),
+            {"kind": "lost", "peer": "…cdefgh", "blocks": "0:4", "reason": "peer_lost"},
+        ),
         (BlocksMissing((0, 1, 5)), {"kind": "missing", "blocks": "0:2, 5:6"}),
         (Recovered(0.06789), {"kind": "recovered", "seconds": 0.068}),
         (Replayed(Span(0, 4), 9), None),
         (PeerAvoided("a", "fault", 1.0), None),
         (SequenceDelta("a"), None),
-    ],
-)  # fmt: skip
-def test_details(event, told):
-    assert route_detail(event) == told
+    ]:
+        assert route_detail(event) == told

@@ -4,7 +4,6 @@ import shlex
 import statistics
 
 import msgspec
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -127,9 +126,8 @@ def test_what_is_coming_is_said_of_what_is_missing():
     assert gap.command == "swarm server org/model --blocks 1:4 --initial-peers ADDRESS"
 
 
-@pytest.mark.parametrize(
-    ("model", "expected"),
-    [
+def test_commands_are_safe_to_copy():
+    for model, expected in [
         ("org/model-7b", "swarm server org/model-7b --blocks 1:3 --initial-peers /a /b"),
         ("swarm-demo", "swarm server --blocks 1:3 --initial-peers /a /b"),
         ("my_folder.v2", "swarm server path/to/my_folder.v2 --blocks 1:3 --initial-peers /a /b"),
@@ -142,10 +140,8 @@ def test_what_is_coming_is_said_of_what_is_missing():
         ("a/b/c", None),
         ("modèle", None),
         ("", None),
-    ],
-)
-def test_commands_are_safe_to_copy(model, expected):
-    assert serve_command(model, 1, 3, ["/a", "/b"]) == expected
+    ]:
+        assert serve_command(model, 1, 3, ["/a", "/b"]) == expected
 
 
 @given(st.text(max_size=20))

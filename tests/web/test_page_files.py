@@ -30,9 +30,9 @@ def test_own_and_shared_files(client: TestClient) -> None:
     assert palette.headers["content-type"].startswith("text/css")
 
 
-@pytest.mark.parametrize("path", ["../secret.py", "%2e%2e/secret.py", "ui/../../secret.py", "ui", "none.js", ""])
-def test_nothing_else(client: TestClient, path: str) -> None:
-    assert client.get(f"/page/{path}").status_code == 404
+def test_nothing_else(client: TestClient) -> None:
+    for path in ["../secret.py", "%2e%2e/secret.py", "ui/../../secret.py", "ui", "none.js", ""]:
+        assert client.get(f"/page/{path}").status_code == 404
 
 
 def test_headers(client: TestClient) -> None:

@@ -35,35 +35,28 @@ def description(*steps: decoders.Decoder) -> dict[str, object]:
     return json.loads(tokenizer.to_str())["decoder"]
 
 
-@pytest.mark.parametrize(
-    "steps",
-    [
+def test_usual_decoders():
+    for steps in [
         LLAMA,
         [decoders.ByteLevel()],
         [decoders.WordPiece()],
         [decoders.Metaspace()],
         [decoders.CTC()],
         [decoders.Fuse()],
-    ],
-    ids=["llama", "byte level", "word piece", "metaspace", "ctc", "fuse"],
-)
-def test_usual_decoders(steps):
-    assert decoder_problem(description(*steps)) == ""
+    ]:
+        assert decoder_problem(description(*steps)) == ""
 
 
-@pytest.mark.parametrize(
-    ("steps", "problem"),
-    [
+def test_hostile_decoders():
+    for steps, problem in [
         ([decoders.Replace("a", "aa")] * 7, "128 times longer"),
         ([decoders.Replace("a", "b" * 100)], "100 times longer"),
         ([decoders.Sequence([decoders.Replace("a", "a" * 9)]), decoders.Replace("b", "b" * 9)], "81 times longer"),
         ([decoders.Replace(Regex("(a+)+$"), "")], "regular expression"),
         ([decoders.Replace("", "a")], "regular expression"),
         ([decoders.Fuse()] * (MAX_DECODER_STEPS + 1), "33 steps"),
-    ],
-)
-def test_hostile_decoders(steps, problem):
-    assert problem in decoder_problem(description(*steps))
+    ]:
+        assert problem in decoder_problem(description(*steps))
 
 
 @given(
