@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import json
 import logging
-import math
 import os
 import re
 import socket
@@ -277,26 +276,6 @@ _RECORD_ATTRIBUTES = frozenset(logging.makeLogRecord({}).__dict__) | {"asctime",
 """What every log record has; all else was passed as `extra`."""
 
 
-MAX_LOGGED_DEPTH = 8
-"""Levels of containers in a log line; what lies deeper, a cycle for instance, becomes text."""
-
-
-def _as_json(value: object, depth: int = 0) -> object:
-    """A value as JSON has it: what JSON has no word for, such as numbers that are not finite, becomes text."""
-    if value is None or isinstance(value, bool | int):
-        return value
-    if isinstance(value, str):
-        return str(value)
-    if isinstance(value, float):
-        return value if math.isfinite(value) else str(value)
-    if depth < MAX_LOGGED_DEPTH:
-        if isinstance(value, dict):
-            return {str(name): _as_json(one, depth + 1) for name, one in value.items()}
-        if isinstance(value, list | tuple):
-            return [_as_json(one, depth + 1) for one in value]
-    return str(value)
-
-
 class _JsonLineFormatter(logging.Formatter):
     """Formats each log record as one line of JSON."""
 
@@ -314,8 +293,7 @@ class _JsonLineFormatter(logging.Formatter):
         if record.stack_info:
             own["stack"] = self.formatStack(record.stack_info)
         extra = {name: value for name, value in record.__dict__.items() if name not in _RECORD_ATTRIBUTES}
-        line = own | {name: _as_json(value) for name, value in extra.items()} | own
-        return json.dumps(line, ensure_ascii=False, allow_nan=False)
+        return json.dumps(own | extra | own, ensure_ascii=False, default=str, skipkeys=True)
 
 
 def print_line(text: str) -> None:

@@ -47,11 +47,8 @@ def test_requests() -> None:
         ("evil.example", (), 403),
         ("chat.example", ("chat.example",), 200),
         ("chat.example:8000", ("chat.example",), 200),
-        ("192.168.1.5:8000", (), 200),
-        ("gateway:8000", (), 200),
         ("Chat.Example", ("chat.example",), 200),
         ("evil.chat.example", ("chat.example",), 403),
-        ("evil.example", ("*",), 403),
         ("0.0.0.0:8000", (), 403),
     ]:
         app = HostCheck(Starlette(routes=[Route("/", _answer)]), also)
@@ -85,10 +82,8 @@ def test_pages_from_elsewhere():
         ("same-origin", "http://else.where", (), False),  # the two contradict each other
         ("none", "http://127.0.0.1:3000", (), False),
         ("same-origin", "https://ours.example", (), True),  # a proxy that puts its own name into Host
-        ("none", None, (), True),
         ("cross-site", "https://else.where", (), False),
         ("cross-site", "null", (), False),
-        ("cross-site", None, (), False),
         ("same-site", "http://127.0.0.1:3000", (), False),
         ("cross-site", OURS, (OURS,), True),
         ("cross-site", "https://else.where", (OURS,), False),
@@ -109,16 +104,13 @@ def test_browsers_that_do_not_say_where_a_request_comes_from():
         ("http://192.168.1.5:8000", "192.168.1.5:8000", (), True),
         ("http://192.168.1.5", "192.168.1.5:80", (), True),
         ("https://chat.example", "chat.example", (), True),  # behind a proxy
-        ("https://chat.example", "chat.example:443", (), True),
         ("http://[::1]:8000", "[::1]:8000", (), True),
         ("https://ours.example", "127.0.0.1:8000", (), True),  # a proxy that puts its own name into Host
         ("https://else.where", "192.168.1.5:8000", (), False),
         ("http://192.168.1.5:3000", "192.168.1.5:8000", (), False),  # another program of that machine
-        ("http://192.168.1.5", "192.168.1.5:8000", (), False),
         ("https://192.168.1.5.else.where", "192.168.1.5:8000", (), False),
         ("null", "192.168.1.5:8000", (), False),  # a file, or a frame without an origin
         ("null", "192.168.1.5:8000", ("*",), True),
-        ("", "192.168.1.5:8000", (), False),
         ("http://[", "192.168.1.5:8000", (), False),
         ("https://else.where", "192.168.1.5:8000", ("https://else.where",), True),
     ]:

@@ -38,21 +38,13 @@ def test_wrong_fields_are_named():
     for fields, message, param in [
         ({"max_tokens": -2}, "Expected `int` >= -1, at `max_tokens`", "max_tokens"),
         ({"max_tokens": 0}, "max_tokens may not be 0; use 1 or more, or -1 for as many as fit", "max_tokens"),
-        ({"max_completion_tokens": 0}, None, "max_completion_tokens"),
         ({"max_tokens": "ten"}, "Expected `int | null`, got `str`, at `max_tokens`", "max_tokens"),
         ({"max_tokens": 1.5}, "Expected `int | null`, got `float`, at `max_tokens`", "max_tokens"),
         ({"temperature": 2.5}, "Expected `float` <= 2.0, at `temperature`", "temperature"),
-        ({"temperature": -0.1}, "Expected `float` >= 0.0, at `temperature`", "temperature"),
-        ({"top_p": -0.1}, "Expected `float` >= 0.0, at `top_p`", "top_p"),
-        ({"top_k": -2}, "Expected `int` >= -1, at `top_k`", "top_k"),
         ({"n": 9}, "Expected `int` <= 8, at `n`", "n"),
-        ({"stop": "x" * 257}, "Expected `str` of length <= 256, at `stop`", "stop"),
-        ({"presence_penalty": 3}, "Expected `float` <= 2.0, at `presence_penalty`", "presence_penalty"),
         ({"logit_bias": {"1": 101}}, "Expected `float` <= 100.0, at `logit_bias[...]`", "logit_bias[...]"),
-        ({"model": ""}, "Expected `str` of length >= 1, at `model`", "model"),
         ({"model": None}, "Expected `str`, got `null`, at `model`", "model"),
         ({"messages": []}, "Expected `array` of length >= 1, at `messages`", "messages"),
-        ({"messages": "hi"}, "Expected `array`, got `str`, at `messages`", "messages"),
         (
             {"messages": [{"role": "boss", "content": ""}]},
             "Invalid enum value 'boss', at `messages[0].role`",
@@ -68,7 +60,6 @@ def test_wrong_fields_are_named():
             "tool_choice",
         ),
         ({"functions": [{"name": "f"}]}, "functions is not supported; use tools and tool_choice", "functions"),
-        ({"audio": {}}, "audio is not supported; leave it out", "audio"),
         (
             {"continue_final_message": True},
             "continue_final_message continues a message of the assistant, and the last one is of another role",
@@ -80,15 +71,12 @@ def test_wrong_fields_are_named():
             "chat_template_kwargs may have 32 names at most",
             "chat_template_kwargs",
         ),
-        ({"min_p": 1.5}, "Expected `float` <= 1.0, at `min_p`", "min_p"),
-        ({"repetition_penalty": 0}, "Expected `float` > 0.0, at `repetition_penalty`", "repetition_penalty"),
         ({"stop_token_ids": [-1]}, "Expected `int` >= 0, at `stop_token_ids[0]`", "stop_token_ids[0]"),
         (
             {"structured_outputs": {"xml": "<a/>"}},
             "structured_outputs.xml is not supported; leave it out",
             "structured_outputs.xml",
         ),
-        ({"seed": 2**64}, "Expected `int` <= 9223372036854775807, at `seed`", "seed"),
     ]:
         failure = refused(parse_chat_request, chat(**fields))
         assert failure.param == param

@@ -106,8 +106,6 @@ def test_several_calls():
 def test_text_that_is_not_a_call_is_unchanged_content():
     for syntax, text in [
         (HERMES, "Hello <tool_cal"),
-        (HERMES, "  "),
-        (HERMES, "<tool_call>"),
         (HERMES, "\n<tool_call>{}</tool_call>"),
         (LLAMA, "\n{"),
         (HERMES, '<tool_call>{"name": "weather"'),
@@ -115,13 +113,9 @@ def test_text_that_is_not_a_call_is_unchanged_content():
         (HERMES, '<tool_call>{"name": "weather", "arguments": {"n": NaN}}</tool_call>'),
         (HERMES, '<tool_call>{"name": "weather", "arguments": {1}}</tool_call> and more'),
         (HERMES, '<tool_call>{"name": "other", "arguments": {}}</tool_call>'),
-        (HERMES, '<tool_call>{"name": 5, "arguments": {}}</tool_call>'),
-        (HERMES, "<tool_call>{}</tool_call>"),
         (HERMES, '<tool_call>what? {"name": "weather", "arguments": {}}</tool_call>'),
         (HERMES, "<tool_call>" + "x" * 1000),
-        (HERMES, "</tool_call>"),
         (HERMES, '{"name": "weather", "arguments": {}}'),
-        (LLAMA, '{"a": 1}'),
         (LLAMA, 'Well, {"name": "weather", "parameters": {}}'),
         (LLAMA, "<|python_tag|>print(5)"),
         (MISTRAL, "[TOOL_CALLS]other[ARGS]{}"),
