@@ -183,9 +183,7 @@ class GenerationEndpoints:
     async def _read_body(self, request: Request, room: RequestRoom) -> bytes:
         settings = self._gateway.settings
         check_origin(request.headers, settings.cors_origins, settings.host_names)
-        body = await read_body(request, settings.max_request_bytes, settings.read_timeout_s, room)
-        self._gateway.metrics.body_received(len(body))
-        return body
+        return await read_body(request, settings.max_request_bytes, settings.read_timeout_s, room)
 
     async def _end_stream(self, stack: AsyncExitStack, was_read: bool) -> None:
         if not was_read:

@@ -130,7 +130,6 @@ class TokenizerEndpoints:
         with self._gateway.request_room(key) as room:
             check_origin(request.headers, settings.cors_origins, settings.host_names)
             body = await read_body(request, settings.max_request_bytes, settings.read_timeout_s, room)
-            self._gateway.metrics.body_received(len(body))
             reply = await self._gateway.run_in_thread(request.receive, key, partial(answer, body))
             room.hold(len(reply.get("tokens", ())) * TOKEN_BYTES)
             return JsonResponse(reply)
