@@ -21,7 +21,7 @@ from swarm.gateway.openai.api_errors import ApiError, MethodNotAllowed, NotFound
 from swarm.gateway.openai.response_writers import model_object
 from swarm.gateway.tokenizer_endpoints import TokenizerEndpoints
 from swarm.metrics.registry import encode_metrics
-from swarm.web.page_files import PageFiles
+from swarm.web.http_server import PageFiles
 
 ADDRESSES = ("models", "chat/completions", "completions", "tokenize", "detokenize", "tokenizer_info")
 """Below `/v1/`."""

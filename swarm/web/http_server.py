@@ -13,13 +13,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import signal
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import uvicorn
 from starlette.datastructures import MutableHeaders
+from starlette.responses import Response
+from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol, h11  # type: ignore[attr-defined]
 
@@ -207,3 +211,31 @@ async def serve_until_signal(
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, shut_down)
     await server.serve(sockets=[listening])
+
+
+SHARED_FOLDER = Path(__file__).with_name("page")
+SHARED_FILES = frozenset({"palette.css"})
+
+
+class PageFiles(StaticFiles):
+    """Static files of one page and of `SHARED_FOLDER`.
+
+    Args:
+        folder: the page's files.
+        headers: added to every response.
+    """
+
+    def __init__(self, folder: Path, headers: Mapping[str, str] | None = None) -> None:
+        super().__init__(directory=folder)
+        self._headers = headers or {}
+
+    def lookup_path(self, path: str) -> tuple[str, os.stat_result | None]:
+        if path in SHARED_FILES:
+            file = SHARED_FOLDER / path
+            return str(file), file.stat()
+        return super().lookup_path(path)
+
+    async def get_response(self, path: str, scope: Scope) -> Response:
+        response = await super().get_response(path, scope)
+        response.headers.update(self._headers)
+        return response

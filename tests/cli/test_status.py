@@ -9,7 +9,7 @@ from click.testing import CliRunner, Result
 
 from swarm.cli import status
 from swarm.errors import PeerUnreachable
-from swarm.monitor import dht_source
+from swarm.monitor import swarm_poller as dht_source
 from swarm.monitor.swarm_view import AnnouncedModel
 from tests.infos import server_info
 from tests.monitor.sources import DescribedSwarm, found

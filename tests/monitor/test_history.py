@@ -7,7 +7,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swarm.errors import UsageError
-from swarm.monitor.dht_source import PollResult
 from swarm.monitor.history import (
     FILE_FORMAT,
     MAX_MODELS,
@@ -17,7 +16,7 @@ from swarm.monitor.history import (
     HistoryPoint,
     SwarmHistory,
 )
-from swarm.monitor.swarm_poller import build_swarm_view
+from swarm.monitor.swarm_poller import PollResult, build_swarm_view
 from swarm.monitor.swarm_view import SwarmView
 from tests.infos import server_info
 from tests.monitor.sources import found

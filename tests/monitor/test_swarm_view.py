@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swarm.data_structures import Mobility, ModelInfo, ServerState
-from swarm.monitor.dht_source import PollResult
-from swarm.monitor.swarm_poller import build_swarm_view
+from swarm.monitor.swarm_poller import PollResult, build_swarm_view
 from swarm.monitor.swarm_view import (
     MAX_SERVERS,
     MAX_TEXT_LENGTH,
