@@ -51,15 +51,6 @@ def test_a_stream_that_breaks_is_open_no_more(registry: Registry, metrics: Gatew
     assert value(read(registry), "swarm_gateway_disconnects_total") == 1
 
 
-def test_the_queue_is_asked_when_somebody_wants_to_know(registry: Registry, metrics: GatewayMetrics) -> None:
-    running, waiting = [0], [0]
-    metrics.track_admission(lambda: running[0], lambda: waiting[0])
-    running[0], waiting[0] = 8, 3
-    readings = read(registry)
-    assert value(readings, "swarm_gateway_running") == 8
-    assert value(readings, "swarm_gateway_waiting") == 3
-
-
 def test_labels_do_not_grow_with_what_users_send(registry: Registry, metrics: GatewayMetrics) -> None:
     metrics.request_answered("/v1/chat/completions", "demo", 200, 0.1)
     metrics.request_answered("/v1/models", None, 200, 0.1)
@@ -72,15 +63,6 @@ def test_labels_do_not_grow_with_what_users_send(registry: Registry, metrics: Ga
     assert value(readings, "swarm_gateway_requests_total", endpoint="other", model="other", status="404") == 50
     assert value(readings, "swarm_gateway_refused_total", reason="other") == 50
     assert len(readings) - before <= 3 * (14 + 3)
-
-
-def test_refusals_by_reason(registry: Registry, metrics: GatewayMetrics) -> None:
-    for reason in ("key", "gateway", "gateway", "unauthorized"):
-        metrics.request_refused(reason)
-    told = [
-        value(read(registry), "swarm_gateway_refused_total", reason=one) for one in ("key", "gateway", "unauthorized")
-    ]
-    assert told == [1, 2, 1]
 
 
 def test_endpoints() -> None:

@@ -10,8 +10,6 @@ import psutil
 import pytest
 
 from swarm.common.version import VERSION
-from swarm.metrics.client import ClientMetrics
-from swarm.metrics.gateway import GatewayMetrics
 from swarm.metrics.registry import PERIOD_S, EventLoopMetrics, Registry, encode_metrics, new_registry
 from swarm.metrics.server import ServerMetrics
 from tests import virtual_time
@@ -29,13 +27,6 @@ def test_a_process_tells_its_version_and_what_it_takes() -> None:
     assert resident / 2 < told < resident * 2
 
 
-def test_all_instruments_fit_into_one_registry() -> None:
-    registry = new_registry()
-    for metrics in (EventLoopMetrics, ServerMetrics, ClientMetrics, GatewayMetrics):
-        metrics(registry)
-    assert b"swarm_server_tokens_total" in encode_metrics(registry)[0]
-
-
 def test_registries_know_nothing_of_each_other() -> None:
     first, second = Registry(), Registry()
     ServerMetrics(first).session_opened()
@@ -44,12 +35,6 @@ def test_registries_know_nothing_of_each_other() -> None:
         value(parse(encode_metrics(one)[0].decode()), "swarm_server_sessions_opened_total") for one in (first, second)
     ]
     assert counts == [1, 0]
-
-
-def test_nothing_tells_when_it_was_made() -> None:
-    registry = Registry()
-    ClientMetrics(registry)
-    assert b"_created" not in encode_metrics(registry)[0]
 
 
 def read(registry: Registry) -> Readings:
