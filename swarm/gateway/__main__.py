@@ -90,7 +90,6 @@ if TYPE_CHECKING:
     is_flag=True,
     help="Accept requests whose early tokens are not verified. Their answers are approximate.",
 )
-@click.option("--cache-dir", type=click.Path(file_okay=False, path_type=Path), help="Folder for files from the hub.")
 @console.log_format_option
 @console.errors_to_exit_codes
 def main(**options: Any) -> None:
@@ -111,7 +110,7 @@ def main(**options: Any) -> None:
     network = NetworkOptions(**{name: options[name] for name in ("exact", "digests", "trust_on_first_use")})
     client = {
         "network": network,
-        **{name: options[name] for name in ("wire", "cache_dir", "membership", "weights_from")},
+        **{name: options[name] for name in ("wire", "membership", "weights_from")},
     }
     peers = console.split_addresses(options["initial_peers"])
     if peers:

@@ -26,7 +26,7 @@ OPTIONS = {
         "--relay", "--metrics", "--log-format", "--help",
     },
     "chat": {
-        "model", "--initial-peers", "--membership", "--url", "--key", "--exact", "--system", "--temperature",
+        "model", "--initial-peers", "--membership", "--url", "--key", "--system", "--temperature",
         "--max-tokens", "--seed", "--early-exit", "--digests", "--trust-on-first-use", "--weights-from", "--help",
     },
     "doctor": {
@@ -40,7 +40,7 @@ OPTIONS = {
         "models", "--initial-peers", "--membership", "--host", "--port", "--keys", "--open", "--host-name",
         "--concurrent", "--max-request", "--cors", "--public-status",
         "--wire", "--exact", "--digests", "--trust-on-first-use", "--weights-from", "--early-exit",
-        "--exit-boundaries", "--exit-confidence", "--exits-from", "--approximate-exits", "--cache-dir",
+        "--exit-boundaries", "--exit-confidence", "--exits-from", "--approximate-exits",
         "--log-format", "--help",
     },
     "worker": {

@@ -25,12 +25,6 @@ KEY_VARIABLE = "SWARM_API_KEY"
 @console.membership_option
 @click.option("--url", help="Use a gateway, such as http://127.0.0.1:8000/v1, instead of joining the swarm.")
 @click.option("--key", envvar=KEY_VARIABLE, help=f"API key for the gateway.  [default: ${KEY_VARIABLE}]")
-@click.option(
-    "--exact/--no-exact",
-    default=True,
-    help="Use no server that computes with some neurons only (sparse). With --url the gateway decides.  "
-    "[default: exact]",
-)
 @console.weight_options
 @console.weights_from_option
 @click.option("--system", default="", help="System prompt: instructions for the model.")
@@ -55,7 +49,6 @@ def main(
     membership: str | None,
     url: str | None,
     key: str | None,
-    exact: bool,
     digests: Path | None,
     trust_on_first_use: bool,
     weights_from: str,
@@ -87,7 +80,7 @@ def main(
             else:
                 peers = console.split_addresses(initial_peers)
                 backend = _swarm_backend(
-                    terminal.interactive, model, peers, membership, exact, digests, trust_on_first_use, weights_from
+                    terminal.interactive, model, peers, membership, digests, trust_on_first_use, weights_from
                 )
         try:
             options = AnswerOptions(temperature, max_tokens, seed, early_exit)
@@ -107,7 +100,6 @@ def _swarm_backend(
     model: str | None,
     peers: tuple[str, ...],
     membership: str | None,
-    exact: bool,
     digests: Path | None,
     trust_on_first_use: bool,
     weights_from: str,
@@ -127,7 +119,7 @@ def _swarm_backend(
     from swarm.transport.p2p import quiet_hivemind
 
     quiet_hivemind()
-    network = NetworkOptions(exact=exact, digests=digests, trust_on_first_use=trust_on_first_use)
+    network = NetworkOptions(digests=digests, trust_on_first_use=trust_on_first_use)
     return SwarmBackend(model, initial_peers=peers, membership=membership, network=network, weights_from=weights_from)
 
 
