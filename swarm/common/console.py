@@ -297,7 +297,7 @@ class _JsonLineFormatter(logging.Formatter):
 
 
 def print_line(text: str) -> None:
-    """Print a line by the way: where that fails, or the output lacks a character, what goes on does not end."""
+    """Print a line. A closed output, or one that lacks a character, is no error."""
     encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
     with suppress(OSError, ValueError):  # a broken pipe, or a closed stream
         print(text.encode(encoding, "replace").decode(encoding))
@@ -333,7 +333,7 @@ def configure_logging(log_format: str = "plain") -> None:
 
 
 def progress_bar(title: str | None, total: int, unit: str) -> Any:
-    """A context manager with `update(count)` that shows how far some work has come; nothing without a title.
+    """A context manager with `update(count)` that shows the progress of some work; nothing without a title.
 
     A bar on stderr if that is a terminal, else a line in the log every `PROGRESS_INTERVAL_S`.
 
@@ -350,7 +350,7 @@ def progress_bar(title: str | None, total: int, unit: str) -> Any:
 
 
 class LoggedProgress:
-    """Writes into the log how far some work has come. Work that is done before the first line is due says nothing.
+    """Logs the progress of some work. Work that is done before the first line is due logs nothing.
 
     Used by one thread.
 
@@ -364,7 +364,7 @@ class LoggedProgress:
         self._began = self._said = time.monotonic()
 
     def update(self, count: int = 1) -> None:
-        """So much more is done."""
+        """Add to what is done."""
         self._done += count
         now = time.monotonic()
         if now - self._said >= PROGRESS_INTERVAL_S and self._done < self._total:
@@ -380,7 +380,7 @@ class LoggedProgress:
 
 
 def progress_text(done: int, total: int, unit: str, seconds: float) -> str:
-    """How far some work has come after so many seconds, and how long the rest will take at that rate. Pure."""
+    """The progress of some work after this many seconds, and how long the rest will take at that rate. Pure."""
     said = f"{format_bytes(done)} of {format_bytes(total)}" if unit == "B" else f"{done} of {total} {unit}s"
     if not done:
         return said

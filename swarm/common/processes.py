@@ -4,7 +4,7 @@
 
 runs a module in a process that ends when its parent does, however that ends. Its standard input has to be a pipe that
 the parent keeps open and writes nothing to. The kernel closes it with the parent, also where that is killed or crashes
-and cannot end what it has started. The other end of it must not be inherited by other processes, which Python sees to.
+and cannot end what it has started. No other process may inherit the other end of it; with Python's defaults, none does.
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@ loaded; then the browser takes the gateway for the page's own origin. The page's
 public DNS. The gateway's operator has to list all others. Loopback and local networks are no exception, because the
 tricked browser is inside.
 
-0.0.0.0 reaches this machine too, but browsers treat it as a stranger's address, and say less about who asks. It is no
-address of anything, so it is refused.
+0.0.0.0 reaches this machine too, but browsers treat it as a foreign address and send fewer headers about the request's
+source. No machine has that address, so it is refused.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ class InfoEndpoints:
         self._gateway = gateway
 
     async def addresses(self, request: Request) -> Response:
-        """`GET /v1/`: what people see who open the `base_url` in a browser."""
+        """`GET /v1/`: a list of addresses, for people who open the `base_url` in a browser."""
         return JsonResponse({"object": "list", "data": [f"/v1/{name}" for name in ADDRESSES]})
 
     async def models(self, request: Request) -> Response:

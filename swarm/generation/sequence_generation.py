@@ -85,7 +85,7 @@ class ProvisionalText:
 
     Args:
         preview: the text that these tokens would add to the output.
-        show: is told the whole provisional text whenever it changes.
+        show: called with the whole provisional text whenever it changes.
     """
 
     def __init__(self, preview: Callable[[Sequence[int]], str], show: Callable[[str], None]) -> None:

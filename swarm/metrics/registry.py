@@ -100,7 +100,7 @@ class EventLoopMetrics:
     async def run(self) -> None:
         """Measure until the task is canceled."""
         loop = asyncio.get_running_loop()
-        self._tasks.set_function(lambda: len(asyncio.all_tasks(loop)))  # counted when somebody asks
+        self._tasks.set_function(lambda: len(asyncio.all_tasks(loop)))  # counted when the metric is read
         while True:
             due = loop.time() + PERIOD_S
             await asyncio.sleep(PERIOD_S)

@@ -1,6 +1,6 @@
 """Checks in a separate process whether a grammar can be compiled.
 
-A schema of a few hundred characters can keep the compiler busy practically for ever (intersections of patterns grow
+A schema of a few hundred characters can keep the compiler busy practically forever (intersections of patterns grow
 exponentially), and no other thread of its process runs meanwhile. So the first attempt is made in a process that is
 killed when it takes too long.
 """

@@ -64,7 +64,7 @@ _deepseek = partial(
     ),
     closes=("```", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>"),
 )
-"""Both forms are parsed for every template; they differ in the text of a forced call. So it is with Mistral's."""
+"""Both forms are parsed for every template; they differ in the text of a forced call. The same holds for Mistral's."""
 
 _mistral = partial(
     ToolSyntax,

@@ -1,7 +1,7 @@
 """From a conversation or a text to tokens, in a process that is ended when it takes too much time or memory.
 
 Chat templates and tokenizers are part of a checkpoint, which may be a stranger's: a template is a program, and the
-regular expressions of a tokenizer may take for ever on some texts. One process loads a tokenizer and makes one prompt
+regular expressions of a tokenizer may take forever on some texts. One process loads a tokenizer and makes one prompt
 after the other. It answers in JSON, so that nothing that it sends can run code here.
 """
 

@@ -2,7 +2,7 @@
 
 Tokens are decoded in the process that computes them, one by one, so their texts have to be bounded beforehand. (Texts
 become tokens in a process that can be ended, see `prompt_process`.) A decoder is a list of steps, and those that
-replace a text by a longer one could double it over and over; a regular expression could take for ever to match.
+replace a text by a longer one could double it over and over; a regular expression could take forever to match.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def decoder_problem(decoder: Mapping[str, Any]) -> str:
             continue  # no other step makes a text longer
         searched = step.get("pattern", {}).get("String")
         if not searched:
-            return "its decoder searches for a regular expression, which may take for ever"
+            return "its decoder searches for a regular expression, which may take forever"
         growth *= max(1.0, len(step.get("content", "").encode()) / len(searched.encode()))
     if growth > MAX_DECODER_GROWTH:
         return f"its decoder may make a text {growth:.3g} times longer; at most {MAX_DECODER_GROWTH} are allowed"
