@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from swarm.client.routes.events import BlocksMissing, HopLost, Recovered, RouteTaken
 from swarm.errors import SwarmError, format_blocks
@@ -29,24 +29,14 @@ from swarm.generation.sequence_output import SequenceDelta
 from swarm.generation.sequence_request import SequenceRequest
 from swarm.generation.served_model import ServedModel
 
+if TYPE_CHECKING:
+    from swarm.metrics.gateway import GatewayMetrics
+
 logger = logging.getLogger(__name__)
 
 
 MAX_PARALLEL = 8
 """Sequences of a request that are generated at once. Each is a session on every server."""
-
-
-class TokenMetrics(Protocol):
-    """Receives the token counts and latencies of requests."""
-
-    def first_token(self, model: str, seconds: float) -> None:
-        """The first token of a request came this long after the request."""
-
-    def next_token(self, model: str, seconds: float) -> None:
-        """A further token came this long after the one before it."""
-
-    def tokens_used(self, model: str, prompt: int, completion: int) -> None:
-        """A request has ended and took this many tokens."""
 
 
 @dataclass
@@ -93,7 +83,7 @@ class SequenceGroup:
         requests: Sequence[SequenceRequest],
         choices: int,
         started_at: float,
-        metrics: TokenMetrics | None = None,
+        metrics: GatewayMetrics | None = None,
     ) -> None:
         self.timing = GenerationTiming(started_at)
         self.prompt_tokens = sum(len(request.prompt) for request in requests) // choices

@@ -14,8 +14,8 @@ from swarm.generation.prompts import chat_sequences, completion_sequences
 from swarm.generation.sequence_request import ROOM_LEFT, SequenceRequest
 from swarm.models.checkpoints.checkpoint import DEMO_FOLDER
 from swarm.models.tokenizers.chat_template import TemplateOptions
-from swarm.models.tokenizers.prompt_process import TokenizerPrompts
 from swarm.models.tokenizers.tokenizer import load_tokenizer
+from tests.models.tokenizers.prompts_here import prompts_here
 
 CONTEXT = 64
 HELLO = [{"role": "user", "content": "Hi"}]
@@ -35,7 +35,7 @@ def serve(template: str, has_tokens: bool = True) -> Any:
     return SimpleNamespace(
         name="m",
         tokenizer=tokenizer,
-        prompts=TokenizerPrompts(tokenizer),
+        prompts=prompts_here(tokenizer),
         model=SimpleNamespace(generation_config=usual),
         context_length=CONTEXT,
         vocabulary_size=len(tokenizer),

@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from swarm.common.processes import module_command
 from swarm.errors import ChatTemplateError, CheckpointError
@@ -50,47 +50,8 @@ PROMPT_MEMORY_BYTES = 1 << 30
 MAX_ANSWER_BYTES = 1 << 26
 
 
-class PromptMaker(Protocol):
-    """Turns conversations and texts into tokens. May be called in several threads."""
-
-    def conversation(
-        self,
-        messages: Sequence[ChatMessage],
-        tools: Sequence[Any] | None = None,
-        options: TemplateOptions | None = None,
-    ) -> list[int]:
-        """See `chat_template.conversation_tokens`."""
-
-    def text(self, text: str, add_special: bool = True) -> list[int]:
-        """See `chat_template.text_tokens`."""
-
-    def close(self) -> None:
-        """End what it has started."""
-
-
-class TokenizerPrompts:
-    """Makes prompts in this process, without limits: for a tokenizer that this machine's owner has made."""
-
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
-
-    def conversation(
-        self,
-        messages: Sequence[ChatMessage],
-        tools: Sequence[Any] | None = None,
-        options: TemplateOptions | None = None,
-    ) -> list[int]:
-        return conversation_tokens(self._tokenizer, messages, tools, options)
-
-    def text(self, text: str, add_special: bool = True) -> list[int]:
-        return text_tokens(self._tokenizer, text, add_special)
-
-    def close(self) -> None:
-        pass
-
-
 class PromptProcess:
-    """Makes prompts in another process, which begins to load the tokenizer at once; implements `PromptMaker`.
+    """Makes prompts in another process, which begins to load the tokenizer at once. May be used in several threads.
 
     Args:
         source: local folder or hub id.
@@ -170,12 +131,12 @@ class PromptProcess:
         tools: Sequence[Any] | None = None,
         options: TemplateOptions | None = None,
     ) -> list[int]:
-        """See `PromptMaker`. Raises `ChatTemplateError` also where the limits are exceeded."""
+        """See `chat_template.conversation_tokens`. Raises `ChatTemplateError` also where the limits are exceeded."""
         asked = vars(options) if options is not None else {}
         return self._ask({"messages": list(messages), "tools": tools, "options": asked})
 
     def text(self, text: str, add_special: bool = True) -> list[int]:
-        """See `PromptMaker`. Raises `ChatTemplateError` where the limits are exceeded."""
+        """See `chat_template.text_tokens`. Raises `ChatTemplateError` also where the limits are exceeded."""
         return self._ask({"text": text, "special": add_special})
 
     def close(self) -> None:

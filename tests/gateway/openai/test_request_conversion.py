@@ -16,8 +16,8 @@ from swarm.generation.errors import InvalidGenerationRequest
 from swarm.generation.formats.tool_calls import ToolOptions
 from swarm.generation.prompts import DEFAULT_COMPLETION_TOKENS, prompt_texts
 from swarm.models.checkpoints.checkpoint import DEMO_FOLDER
-from swarm.models.tokenizers.prompt_process import TokenizerPrompts
 from swarm.models.tokenizers.tokenizer import load_tokenizer
+from tests.models.tokenizers.prompts_here import prompts_here
 
 CONTEXT = 32
 
@@ -27,7 +27,7 @@ def served() -> Any:
     usual = SimpleNamespace(temperature=None, top_p=None, top_k=None)
     tokenizer = load_tokenizer(DEMO_FOLDER)
     model = SimpleNamespace(generation_config=usual)
-    prompts = TokenizerPrompts(tokenizer)
+    prompts = prompts_here(tokenizer)
     return SimpleNamespace(
         name="m", tokenizer=tokenizer, prompts=prompts, model=model, context_length=CONTEXT, vocabulary_size=1000
     )
