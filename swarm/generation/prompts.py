@@ -81,7 +81,7 @@ def conversation_prompt(
 def completion_sequences(
     served: ServedModel, prompts: Sequence[Prompt], asked: SequenceRequest, choices: int = 1
 ) -> list[SequenceRequest]:
-    """So many sequences for each of the prompts, in their order.
+    """`choices` sequences for each of the prompts, in their order.
 
     Raises:
         InvalidGenerationRequest: the model cannot do what is asked for.

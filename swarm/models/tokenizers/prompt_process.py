@@ -166,7 +166,7 @@ class PromptProcess:
         return tokens
 
     def _exchange(self, sent: bytes) -> dict[str, Any]:
-        """The answer to a request. If there is none in time, another process is started for the next one.
+        """The answer to a request. If none is received, another process is started for the next one.
 
         Raises `OSError`, `EOFError` or `ValueError` if the process has ended, or its answer is too long or too late.
         """
@@ -175,7 +175,7 @@ class PromptProcess:
             try:
                 self._connection.send_bytes(sent)
                 return self._receive(PROMPT_TIMEOUT_S)
-            except (OSError, EOFError, ValueError):
+            except BaseException:  # Ctrl-C too: a late answer would be taken for that of the next request
                 self._end()
                 if not self._closed:
                     with suppress(OSError):  # the next request tries again

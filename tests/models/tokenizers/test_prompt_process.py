@@ -84,6 +84,19 @@ def test_it_starts_again_when_something_has_ended_it(process):
     assert process.text("Once upon") == process.text("Once upon")
 
 
+def test_an_interrupted_prompt_is_not_taken_for_the_next_one(process, monkeypatch):
+    expected = process.text("Once upon a time")
+
+    def interrupted(timeout_s: float) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(process, "_receive", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            process.text("The king")
+    assert process.text("Once upon a time") == expected
+
+
 def test_nothing_is_left_of_it(folder):
     process = PromptProcess(str(folder))
     process.text("Once")
