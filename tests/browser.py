@@ -14,7 +14,7 @@ from typing import Any
 
 from playwright.sync_api import Browser, BrowserContext, Page, Route, expect, sync_playwright
 
-from swarm.web.security_headers import SECURITY_HEADERS
+from swarm.web.http_server import SECURITY_HEADERS
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "swarm" / "gateway" / "page"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import configparser
 import re
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from pathlib import Path
 
@@ -35,10 +36,6 @@ DOCKER_OPTIONS = {"--env", "--init"}
 
 FOREIGN = {"Conv1D", "None", "PyYAML"}
 """Names from elsewhere that look like classes of ours."""
-
-
-def label(page: Path) -> str:
-    return str(page.relative_to(ROOT))
 
 
 def anchors(page: Path) -> set[str]:
@@ -96,38 +93,31 @@ def backticked(page: Path) -> list[str]:
     return re.findall(r"`([^`\n]+)`", FENCE.sub("", page.read_text()))
 
 
-@pytest.mark.parametrize("page", PAGES, ids=label)
-def test_links_lead_somewhere(page: Path) -> None:
+def broken_links(page: Path) -> Iterator[str]:
     for link in LINK.findall(FENCE.sub("", page.read_text())):
         if link.startswith(("http://", "https://")):
             continue
         target, _, anchor = link.partition("#")
         found = (page.parent / target).resolve() if target else page
-        assert found.exists(), f"{label(page)} links to {link}"
-        assert not anchor or anchor in anchors(found), f"{label(page)} links to {link}"
+        if not found.exists() or (anchor and anchor not in anchors(found)):
+            yield link
 
 
-@pytest.mark.parametrize("page", PAGES, ids=label)
-def test_modules_exist(page: Path) -> None:
+def unknown_modules(page: Path) -> set[str]:
     text = page.read_text()
     named = set(DOTTED.findall(text)) | set(MODULE_RUN.findall(text))
     named |= {f"swarm.{found[0]}" for one in backticked(page) if (found := IN_ROOM.fullmatch(one))}
-    missing = {name for name in named if name.split(".")[0] in FOLDERS and not exists(name)}
-    assert not missing
+    return {name for name in named if name.split(".")[0] in FOLDERS and not exists(name)}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=label)
-def test_files_exist(page: Path) -> None:
-    missing = {path for path in FILE.findall(page.read_text()) if not (ROOT / path).exists()}
-    assert not missing
+def unknown_files(page: Path) -> set[str]:
+    return {path for path in FILE.findall(page.read_text()) if not (ROOT / path).exists()}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=label)
-def test_classes_exist(page: Path) -> None:
+def unknown_classes(page: Path) -> set[str]:
     named = {match[1] for one in backticked(page) if (match := CLASS_NAME.fullmatch(one))}
-    assert named <= classes() | FOREIGN
     members = {match[1] for one in backticked(page) if (match := MEMBER.match(one))}
-    assert members <= source()
+    return (named - classes() - FOREIGN) | (members - source())
 
 
 @cache
@@ -138,16 +128,22 @@ def options() -> frozenset[str]:
     return frozenset(option for path in files for option in OPTION.findall(path.read_text()))
 
 
-@pytest.mark.parametrize("page", PAGES, ids=label)
-def test_options_exist(page: Path) -> None:
+def unknown_options(page: Path) -> set[str]:
     named = {option for one in backticked(page) for option in OPTION.findall(one)}
-    assert named <= options() | DOCKER_OPTIONS
+    return named - options() - DOCKER_OPTIONS
 
 
-@pytest.mark.parametrize("page", PAGES, ids=label)
-def test_make_targets_exist(page: Path) -> None:
-    targets = set(re.findall(r"^([a-z][\w-]*):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    assert set(re.findall(r"(?:`|^    )make ([a-z][\w-]*)", page.read_text(), re.MULTILINE)) <= targets
+def unknown_make_targets(page: Path) -> set[str]:
+    targets = re.findall(r"^([a-z][\w-]*):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    return set(re.findall(r"(?:`|^    )make ([a-z][\w-]*)", page.read_text(), re.MULTILINE)).difference(targets)
+
+
+@pytest.mark.parametrize(
+    "wrong", [broken_links, unknown_modules, unknown_files, unknown_classes, unknown_options, unknown_make_targets]
+)
+def test_what_the_pages_name_exists(wrong: Callable[[Path], Iterable[str]]) -> None:
+    found = {str(page.relative_to(ROOT)): sorted(wrong(page)) for page in PAGES}
+    assert {page: names for page, names in found.items() if names} == {}
 
 
 def test_the_way_of_a_token_names_modules() -> None:

@@ -168,8 +168,8 @@ def run_command(worker: Worker, *command: float) -> float:
 def start(stack: ExitStack, spans: Sequence[str]) -> tuple[LocalSwarm, PeerProcess, str]:
     """Start a swarm of the demo model and its gateway, until `stack` closes; returns both and the URL for chats."""
     swarm = stack.enter_context(LocalSwarm(None, spans, options=("--threads", "1", "--cache-tokens", "65536")))
-    where = ("--initial-peers", swarm.address, "--port", "0", "--threads", "1")
-    gateway = PeerProcess(("swarm.gateway", *where))
+    where = ("--initial-peers", swarm.address, "--port", "0")
+    gateway = PeerProcess(("swarm.gateway", *where), {"OMP_NUM_THREADS": "1"})
     stack.callback(gateway.stop)
     return swarm, gateway, gateway.wait_for(r"^Gateway: (\S+)/$")[1] + "/v1/chat/completions"
 

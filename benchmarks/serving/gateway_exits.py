@@ -120,8 +120,9 @@ def gateway(delay: float) -> Iterator[str]:
         else:
             servers = LocalSwarm(None, SPANS, options=("--threads", "1", "--cache-tokens", "65536"))
             address = stack.enter_context(servers).address
-        options = ("--initial-peers", address, "--port", "0", "--threads", "1", "--wire", "none")
-        process = PeerProcess(("benchmarks.serving.gateway_exits", GATEWAY, str(delay), *options))
+        options = ("--initial-peers", address, "--port", "0", "--wire", "none")
+        arguments = ("benchmarks.serving.gateway_exits", GATEWAY, str(delay), *options)
+        process = PeerProcess(arguments, {"OMP_NUM_THREADS": "1"})
         stack.callback(process.stop)
         yield process.wait_for(r"^Gateway: (\S+)/$")[1] + "/v1/completions"
 

@@ -15,15 +15,14 @@ from swarm.common import console
 
 SPANS = ("0:4", "4:8", "8:12")
 PROMPT = "Once upon a time"
+SEED = 11
 
 
 @click.command(name="demo")
 @click.option("--prompt", default=PROMPT, show_default=True, help="Beginning of the text.")
 @click.option("--tokens", type=click.IntRange(1, 900), default=120, show_default=True, help="Tokens to generate.")
-@click.option("--temperature", type=click.FloatRange(0, 5), default=0.7, show_default=True, help="0 for greedy.")
-@click.option("--seed", type=int, default=11, show_default=True)
 @console.errors_to_exit_codes
-def main(prompt: str, tokens: int, temperature: float, seed: int) -> None:
+def main(prompt: str, tokens: int) -> None:
     """Start a swarm on this machine, generate a text, compare it with the local model's, and clean up."""
     for number in (signal.SIGINT, signal.SIGTERM):  # SIGINT too: a shell's background jobs start with it ignored
         signal.signal(number, _interrupt)
@@ -37,7 +36,7 @@ def main(prompt: str, tokens: int, temperature: float, seed: int) -> None:
                 peer = server.wait_for(r"^Peer: (\S+),")[1]
                 span = server.wait_for(r"^Blocks: (\S+),")[1]
                 click.echo(f"  server …{peer[-6:]} holds blocks {span} (process {server.pid})")
-            _generate_and_compare(swarm.address, prompt, tokens, temperature, seed)
+            _generate_and_compare(swarm.address, prompt, tokens)
     except KeyboardInterrupt:
         click.echo("\nInterrupted; all processes of the demo have ended.", err=True)
         raise
@@ -47,7 +46,7 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
     raise KeyboardInterrupt
 
 
-def _generate_and_compare(address: str, prompt: str, tokens: int, temperature: float, seed: int) -> None:
+def _generate_and_compare(address: str, prompt: str, tokens: int) -> None:
     import torch
 
     from swarm.client.model.auto_model import AutoDistributedModelForCausalLM
@@ -65,12 +64,10 @@ def _generate_and_compare(address: str, prompt: str, tokens: int, temperature: f
     click.echo(_describe_wire_format(model.config))
     try:
         inputs = tokenizer(prompt, return_tensors="pt")
-        settings: dict[str, Any] = {"max_new_tokens": tokens, "do_sample": temperature > 0}
-        if temperature > 0:
-            settings |= {"temperature": temperature, "top_k": 50}
+        settings: dict[str, Any] = {"max_new_tokens": tokens, "do_sample": True, "temperature": 0.7, "top_k": 50}
         with model.inference_session(max_length=inputs["input_ids"].shape[1] + tokens) as session:
             click.echo(f"{session.open()}\n")
-            torch.manual_seed(seed)
+            torch.manual_seed(SEED)
             began = time.perf_counter()
             generated = model.generate(**inputs, **settings, streamer=TextStreamer(tokenizer))
             seconds = time.perf_counter() - began
@@ -79,7 +76,7 @@ def _generate_and_compare(address: str, prompt: str, tokens: int, temperature: f
     count = generated.shape[1] - inputs["input_ids"].shape[1]
     click.echo(f"\n{count} tokens in {seconds:.2f} s: {count / seconds:.0f} tokens/s through three servers")
 
-    torch.manual_seed(seed)
+    torch.manual_seed(SEED)
     local = load_local_model(DEMO_FOLDER)
     began = time.perf_counter()
     expected = local.generate(**inputs, **settings)

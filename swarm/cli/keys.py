@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import click
 
 from swarm.common import console
-from swarm.gateway.admission import api_keys
+from swarm.gateway import api_keys
 
 F = TypeVar("F", bound=Callable[..., Any])
 

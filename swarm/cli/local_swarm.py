@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from types import TracebackType
 
-from swarm.common.processes.bound_process import bound_command
+from swarm.common.processes import bound_command
 from swarm.errors import SwarmError
 
 LOOPBACK = "/ip4/127.0.0.1/tcp/0"

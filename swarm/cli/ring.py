@@ -58,10 +58,8 @@ class _RingCommand(console.MultiAddressCommand):
 @click.option(
     "--cache-tokens", type=click.IntRange(1, 2**40), help="Attention cache of each worker, in tokens.  [default: 16384]"
 )
-@click.option("--wire", default="auto", show_default=True, help="Format of hidden states on the wire (docs/wire.md).")
 @click.option("--threads", type=click.IntRange(min=1), help="Torch threads of each device.  [default: its own choice]")
 @click.option("--cache-dir", type=click.Path(file_okay=False, path_type=Path), help="Folder for files from the hub.")
-@click.option("--name", help="Name that the workers see.  [default: this machine's]")
 @click.option(
     "--folder",
     type=click.Path(file_okay=False, path_type=Path),
@@ -106,7 +104,7 @@ def main(context: click.Context, /, **given: Any) -> None:
         torch.set_num_threads(given["threads"])
     with ExitStack() as stack:
         watcher = stack.enter_context(_make_watcher())
-        ring = stack.enter_context(Ring.of(options, watcher, {"wire": given["wire"]}))
+        ring = stack.enter_context(Ring.of(options, watcher))
         watcher.close()
         click.echo(f"The ring is complete: {ring.plan}", err=True)
         if given["save"] is not None:
@@ -133,7 +131,6 @@ def _ring_options(given: Mapping[str, Any], host_maddrs: tuple[str, ...]) -> Rin
         "folder": given["folder"],
         "host_maddrs": host_maddrs,
         "announce_maddrs": console.split_addresses(given["announce_maddrs"]),
-        "name": given["name"],
     }
     names = ("revision", "dtype", "quant", "cache_tokens", "threads", "cache_dir")
     common |= {name: given[name] for name in names if given[name] is not None}
@@ -158,9 +155,8 @@ def _use(ring: Ring, given: Mapping[str, Any]) -> None:
 
 def _chat(ring: Ring) -> None:
     from swarm.cli.chat.conversation import AnswerOptions
-    from swarm.cli.chat.dialogue import Dialogue
+    from swarm.cli.chat.dialogue import Dialogue, Terminal
     from swarm.cli.chat.swarm_backend import SwarmBackend
-    from swarm.cli.chat.terminal import Terminal
 
     terminal = Terminal()
     with terminal.conversation():

@@ -14,7 +14,7 @@ from swarm.common import console
 from swarm.errors import InvalidOption
 
 if TYPE_CHECKING:
-    from swarm.monitor.dht_source import DhtSource
+    from swarm.monitor.swarm_poller import DhtSource
     from swarm.monitor.swarm_view import SwarmView
 
 PERIOD_S = 10.0
@@ -47,7 +47,7 @@ def main(
     import uvloop
 
     from swarm.membership.invite import read_invite
-    from swarm.monitor.dht_source import DhtSource
+    from swarm.monitor.swarm_poller import DhtSource
     from swarm.transport.p2p import quiet_hivemind
 
     quiet_hivemind()

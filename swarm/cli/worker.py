@@ -41,7 +41,6 @@ if TYPE_CHECKING:  # hivemind is imported only after the options are validated
     help="Folder for the weights that it receives, on another drive for instance.  [default: inside --folder]",
 )
 @click.option("--forget", is_flag=True, help="End the pairing and make a new line: the one before counts no more.")
-@click.option("--measure", is_flag=True, help="Measure this device's speed again.")
 @console.log_format_option
 @console.errors_to_exit_codes
 @click.pass_context
@@ -56,7 +55,6 @@ def main(
     folder: Path | None,
     cache_dir: Path | None,
     forget: bool,
-    measure: bool,
     log_format: str,
 ) -> None:
     """Lend this machine to a ring: print a line for the starter (swarm ring --workers LINE), and do what it says.
@@ -89,7 +87,6 @@ def main(
             membership=read_invite(membership),
             device=device,
             threads=threads,
-            measure_again=measure,
         )
         uvloop.run(_serve(options))
     finally:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import json
 import logging
-import math
 import os
 import re
 import socket
@@ -271,26 +270,6 @@ _RECORD_ATTRIBUTES = frozenset(logging.makeLogRecord({}).__dict__) | {"asctime",
 """What every log record has; all else was passed as `extra`."""
 
 
-MAX_LOGGED_DEPTH = 8
-"""Levels of containers in a log line; what lies deeper, a cycle for instance, becomes text."""
-
-
-def _as_json(value: object, depth: int = 0) -> object:
-    """A value as JSON has it: what JSON has no word for, such as numbers that are not finite, becomes text."""
-    if value is None or isinstance(value, bool | int):
-        return value
-    if isinstance(value, str):
-        return str(value)
-    if isinstance(value, float):
-        return value if math.isfinite(value) else str(value)
-    if depth < MAX_LOGGED_DEPTH:
-        if isinstance(value, dict):
-            return {str(name): _as_json(one, depth + 1) for name, one in value.items()}
-        if isinstance(value, list | tuple):
-            return [_as_json(one, depth + 1) for one in value]
-    return str(value)
-
-
 class _JsonLineFormatter(logging.Formatter):
     """Formats each log record as one line of JSON."""
 
@@ -308,12 +287,11 @@ class _JsonLineFormatter(logging.Formatter):
         if record.stack_info:
             own["stack"] = self.formatStack(record.stack_info)
         extra = {name: value for name, value in record.__dict__.items() if name not in _RECORD_ATTRIBUTES}
-        line = own | {name: _as_json(value) for name, value in extra.items()} | own
-        return json.dumps(line, ensure_ascii=False, allow_nan=False)
+        return json.dumps(own | extra | own, ensure_ascii=False, default=str, skipkeys=True)
 
 
 def print_line(text: str) -> None:
-    """Print a line by the way: where that fails, or the output lacks a character, what goes on does not end."""
+    """Print a line. A closed output, or one that lacks a character, is no error."""
     encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
     with suppress(OSError, ValueError):  # a broken pipe, or a closed stream
         print(text.encode(encoding, "replace").decode(encoding))
@@ -349,7 +327,7 @@ def configure_logging(log_format: str = "plain") -> None:
 
 
 def progress_bar(title: str | None, total: int, unit: str) -> Any:
-    """A context manager with `update(count)` that shows how far some work has come; nothing without a title.
+    """A context manager with `update(count)` that shows the progress of some work; nothing without a title.
 
     A bar on stderr if that is a terminal, else a line in the log every `PROGRESS_INTERVAL_S`.
 
@@ -366,7 +344,7 @@ def progress_bar(title: str | None, total: int, unit: str) -> Any:
 
 
 class LoggedProgress:
-    """Writes into the log how far some work has come. Work that is done before the first line is due says nothing.
+    """Logs the progress of some work. Work that is done before the first line is due logs nothing.
 
     Used by one thread.
 
@@ -380,7 +358,7 @@ class LoggedProgress:
         self._began = self._said = time.monotonic()
 
     def update(self, count: int = 1) -> None:
-        """So much more is done."""
+        """Add to what is done."""
         self._done += count
         now = time.monotonic()
         if now - self._said >= PROGRESS_INTERVAL_S and self._done < self._total:
@@ -396,7 +374,7 @@ class LoggedProgress:
 
 
 def progress_text(done: int, total: int, unit: str, seconds: float) -> str:
-    """How far some work has come after so many seconds, and how long the rest will take at that rate. Pure."""
+    """The progress of some work after this many seconds, and how long the rest will take at that rate. Pure."""
     said = f"{format_bytes(done)} of {format_bytes(total)}" if unit == "B" else f"{done} of {total} {unit}s"
     if not done:
         return said

@@ -11,7 +11,7 @@ def without_frames(error: E) -> E:
     """The error itself, without its traceback and context.
 
     These keep all variables of the functions that it passed through: also the one that keeps the error, which makes a
-    cycle (see `weak_callback`). For an error that is raised no further, or only anew.
+    cycle (see `weak_callback`). For an error that is not raised again, or only as a new one.
     """
     error.__traceback__ = error.__context__ = None
     return error

@@ -1,4 +1,4 @@
-"""Callbacks that do not keep alive whom they call."""
+"""Callbacks that do not keep the object alive that they call."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def weak_callback(method: Callable[P, T], gone: T = _RAISE) -> Callable[P, T]:
     """A function that calls a bound method for as long as something else keeps the method's object.
 
     Given to a part of that object, the method itself would make a cycle. Python frees cycles only when its collector
-    comes by, and that looks at a process's older objects seldom: by their number, however much memory they hold.
+    runs, and that seldom looks at a process's older objects, however much memory they hold.
 
     Args:
         gone: returned when the object is gone; without it, `ReferenceError` is raised then.

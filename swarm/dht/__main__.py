@@ -75,8 +75,7 @@ def main(
 async def _serve(config: P2PConfig, address_file: Path | None, metrics: MetricsAddress | None) -> None:
     from swarm.dht.validation import AnnouncementValidator
     from swarm.metrics.endpoint import MetricsEndpoint
-    from swarm.metrics.event_loop import EventLoopMetrics
-    from swarm.metrics.registry import new_registry
+    from swarm.metrics.registry import EventLoopMetrics, new_registry
     from swarm.transport.joining import join_network
 
     stop = asyncio.Event()

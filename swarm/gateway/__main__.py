@@ -42,32 +42,19 @@ if TYPE_CHECKING:
     default=64,
     help="Answers generated at the same time. A server accepts 256 sessions of one client.",
 )
-@click.option(
-    "--queue", type=click.IntRange(0, 65536), default=256, help="Requests that may wait. Further ones get status 429."
-)
 @click.option("--max-request", default="2MB", metavar="SIZE", help="Size limit of a request.")
-@click.option(
-    "--default-max-tokens",
-    type=click.IntRange(min=1),
-    default=1024,
-    help="Length limit of answers whose request sets none.",
-)
 @click.option(
     "--cors",
     multiple=True,
     metavar="ORIGIN",
     help="Other web site whose pages may use the gateway, such as https://chat.example. May be repeated.",
 )
-@click.option("--monitor/--no-monitor", default=True, help="Show the swarm at /monitor/.")
 @click.option(
     "--public-status",
     is_flag=True,
     help="Show /metrics and /monitor/ without a key, even if the gateway has keys.",
 )
 @click.option("--wire", default="auto", help="Wire format of hidden states: auto, none, float16, bfloat16, blockwise8.")
-@click.option(
-    "--wait-for-blocks", type=click.FloatRange(0), default=60.0, help="Seconds that a request waits for missing blocks."
-)
 @click.option("--exact/--no-exact", default=True, help="Use no server that computes with some neurons only (sparse).")
 @console.digests_option
 @console.weights_from_option
@@ -97,8 +84,6 @@ if TYPE_CHECKING:
     is_flag=True,
     help="Accept requests whose early tokens are not verified. Their answers are approximate.",
 )
-@click.option("--cache-dir", type=click.Path(file_okay=False, path_type=Path), help="Folder for files from the hub.")
-@click.option("--threads", type=click.IntRange(min=1), help="Torch threads.  [default: torch's choice]")
 @console.log_format_option
 @console.errors_to_exit_codes
 def main(**options: Any) -> None:
@@ -109,28 +94,24 @@ def main(**options: Any) -> None:
     console.configure_logging(options["log_format"])
     settings = _gateway_settings(options)
 
-    import torch
-
     from swarm.client.config import NetworkOptions
     from swarm.gateway.lifecycle import ListenAddress, serve_gateway
     from swarm.transport.p2p import quiet_hivemind
 
     quiet_hivemind()
-    if options["threads"] is not None:
-        torch.set_num_threads(options["threads"])
     if options["digests"] is not None and len(options["models"]) > 1:
         raise InvalidOption("--digests is for one model; put swarm-digests.json beside each checkpoint instead")
-    network = NetworkOptions(**{name: options[name] for name in ("wait_for_blocks", "exact", "digests")})
+    network = NetworkOptions(**{name: options[name] for name in ("exact", "digests")})
     client = {
         "network": network,
-        **{name: options[name] for name in ("wire", "cache_dir", "membership", "weights_from")},
+        **{name: options[name] for name in ("wire", "membership", "weights_from")},
     }
     peers = console.split_addresses(options["initial_peers"])
     if peers:
         client["initial_peers"] = peers
     address = ListenAddress(options["host"], options["port"])
     models = options["models"] or (None,)
-    serve_gateway(models, client, settings, options["keys"], address, options["monitor"], options["exits"])
+    serve_gateway(models, client, settings, options["keys"], address, True, options["exits"])
 
 
 def _gateway_settings(options: Mapping[str, Any]) -> GatewaySettings:
@@ -145,13 +126,11 @@ def _gateway_settings(options: Mapping[str, Any]) -> GatewaySettings:
     from swarm.gateway.settings import GatewaySettings
 
     return GatewaySettings(
-        default_max_tokens=options["default_max_tokens"],
         max_request_bytes=max_request_bytes,
         cors_origins=options["cors"],
         host_names=options["host_names"],
         open=options["open"],
         max_concurrent_texts=options["concurrent"],
-        max_waiting=options["queue"],
         public_status=options["public_status"],
         early_exit=None if threshold is None else EarlyExit(options["exit_confidence"], threshold),
         approximate_exits=options["approximate_exits"],

@@ -1,4 +1,4 @@
-"""The gateway's ASGI application: its routes and middleware."""
+"""The gateway's ASGI application: its routes, its middleware, and what it tells of models and health."""
 
 from __future__ import annotations
 
@@ -12,16 +12,62 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 from starlette.routing import BaseRoute, Mount, Route
 
-from swarm.gateway.access.cors import cors_middleware
-from swarm.gateway.access.host_check import HostCheck
+from swarm.gateway.access import HostCheck, authenticate, cors_middleware
 from swarm.gateway.gateway_state import GatewayState
 from swarm.gateway.generation_endpoints import GenerationEndpoints
 from swarm.gateway.http.middleware import AccessLog, RequestDraining
-from swarm.gateway.http.responses import error_response, with_error_responses
-from swarm.gateway.info_endpoints import InfoEndpoints
+from swarm.gateway.http.responses import JsonResponse, error_response, with_error_responses
 from swarm.gateway.openai.api_errors import ApiError, MethodNotAllowed, NotFound
+from swarm.gateway.openai.response_writers import model_object
 from swarm.gateway.tokenizer_endpoints import TokenizerEndpoints
-from swarm.web.page_files import PageFiles
+from swarm.metrics.registry import encode_metrics
+from swarm.web.http_server import PageFiles
+
+ADDRESSES = ("models", "chat/completions", "completions", "tokenize", "detokenize", "tokenizer_info")
+"""Below `/v1/`."""
+
+
+class InfoEndpoints:
+    """Answers requests that do not generate text.
+
+    Args:
+        gateway: the state that all requests share.
+    """
+
+    def __init__(self, gateway: GatewayState) -> None:
+        self._gateway = gateway
+
+    async def addresses(self, request: Request) -> Response:
+        """`GET /v1/`: a list of addresses, for people who open the `base_url` in a browser."""
+        return JsonResponse({"object": "list", "data": [f"/v1/{name}" for name in ADDRESSES]})
+
+    async def models(self, request: Request) -> Response:
+        """`GET /v1/models`."""
+        await authenticate(self._gateway, request.headers)
+        models = [model_object(model) for model in self._gateway.models.values()]
+        return JsonResponse({"object": "list", "data": models})
+
+    async def model(self, request: Request) -> Response:
+        """`GET /v1/models/NAME`."""
+        await authenticate(self._gateway, request.headers)
+        return JsonResponse(model_object(self._gateway.model(request.path_params["name"])))
+
+    async def health(self, request: Request) -> Response:
+        """`GET /healthz`: the process works."""
+        return JsonResponse({"status": "ok"})
+
+    async def readiness(self, request: Request) -> Response:
+        """`GET /readyz`: servers hold all blocks, so requests can be answered."""
+        await self._gateway.check_ready()
+        return JsonResponse({"status": "ready"})
+
+    async def metrics(self, request: Request) -> Response:
+        """`GET /metrics`, for Prometheus."""
+        if not self._gateway.settings.public_status:
+            await authenticate(self._gateway, request.headers)
+        body, media_type = encode_metrics(self._gateway.registry)
+        return Response(body, media_type=media_type)
+
 
 PAGE_FOLDER = Path(__file__).with_name("page")
 PAGE_HEADERS = {"Cache-Control": "no-cache"}

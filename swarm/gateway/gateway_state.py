@@ -12,10 +12,10 @@ from typing import Protocol, TypeVar
 from starlette.types import Receive
 
 from swarm.errors import SwarmError, format_blocks
-from swarm.gateway.admission.admission_control import AdmissionControl
-from swarm.gateway.admission.api_keys import ApiKey, KeyFile
-from swarm.gateway.http.disconnect import cancel_on_disconnect
+from swarm.gateway.admission import AdmissionControl
+from swarm.gateway.api_keys import ApiKey, KeyFile
 from swarm.gateway.http.request_body import RequestMemory, RequestRoom
+from swarm.gateway.http.responses import cancel_on_disconnect
 from swarm.gateway.openai.api_errors import NotFound, ServiceUnavailable
 from swarm.gateway.settings import GatewaySettings
 from swarm.generation.served_model import ServedModel

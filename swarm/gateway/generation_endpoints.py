@@ -12,16 +12,19 @@ from typing import TypeVar
 from starlette.requests import Request
 from starlette.responses import Response
 
-from swarm.gateway.access.authentication import authenticate
-from swarm.gateway.access.cors import check_origin
-from swarm.gateway.admission.admission_control import AdmissionTicket
-from swarm.gateway.admission.api_keys import ApiKey
-from swarm.gateway.admission.rate_limits import NotAdmitted
+from swarm.gateway.access import authenticate, check_origin
+from swarm.gateway.admission import AdmissionTicket, NotAdmitted
+from swarm.gateway.api_keys import ApiKey
 from swarm.gateway.gateway_state import GatewayState
-from swarm.gateway.http.disconnect import cancel_on_disconnect
-from swarm.gateway.http.event_stream import DONE_EVENT, EventStreamResponse, await_first_event, encode_event
 from swarm.gateway.http.request_body import TOKEN_BYTES, RequestRoom, read_body
-from swarm.gateway.http.responses import JsonResponse
+from swarm.gateway.http.responses import (
+    DONE_EVENT,
+    EventStreamResponse,
+    JsonResponse,
+    await_first_event,
+    cancel_on_disconnect,
+    encode_event,
+)
 from swarm.gateway.openai.api_errors import BadRequest
 from swarm.gateway.openai.request_conversion import chat_request_sequences, completion_request_sequences
 from swarm.gateway.openai.request_schema import (
@@ -30,8 +33,14 @@ from swarm.gateway.openai.request_schema import (
     parse_chat_request,
     parse_completion_request,
 )
-from swarm.gateway.openai.response_stream import ResponseChunk, complete_response, stream_response
-from swarm.gateway.openai.response_writers import ChatResponseWriter, CompletionResponseWriter, ResponseWriter
+from swarm.gateway.openai.response_writers import (
+    ChatResponseWriter,
+    CompletionResponseWriter,
+    ResponseChunk,
+    ResponseWriter,
+    complete_response,
+    stream_response,
+)
 from swarm.generation.prompts import prompt_texts
 from swarm.generation.sequence_group import SequenceGroup
 from swarm.generation.sequence_request import SequenceRequest
@@ -56,7 +65,7 @@ class PreparedRequest:
     @property
     def reserved_tokens(self) -> int:
         """The most tokens that prompts and answers may have together."""
-        return sum(len(sequence.prompt) + sequence.max_tokens for sequence in self.sequences)
+        return sum(len(sequence.prompt) + sequence.limit for sequence in self.sequences)
 
 
 ParsedRequest = TypeVar("ParsedRequest", ChatRequest, CompletionRequest)
@@ -174,9 +183,7 @@ class GenerationEndpoints:
     async def _read_body(self, request: Request, room: RequestRoom) -> bytes:
         settings = self._gateway.settings
         check_origin(request.headers, settings.cors_origins, settings.host_names)
-        body = await read_body(request, settings.max_request_bytes, settings.read_timeout_s, room)
-        self._gateway.metrics.body_received(len(body))
-        return body
+        return await read_body(request, settings.max_request_bytes, settings.read_timeout_s, room)
 
     async def _end_stream(self, stack: AsyncExitStack, was_read: bool) -> None:
         if not was_read:

@@ -17,16 +17,14 @@ from starlette.routing import Mount
 
 from swarm.client.early_exit.options import EarlyExit
 from swarm.errors import AdapterMismatch, InvalidOption, UsageError
-from swarm.gateway.access.authentication import RequireApiKey
-from swarm.gateway.access.host_check import is_loopback
-from swarm.gateway.admission.api_keys import KeyFile
+from swarm.gateway.access import RequireApiKey, is_loopback
+from swarm.gateway.api_keys import KeyFile
 from swarm.gateway.app import make_app
 from swarm.gateway.gateway_state import GatewayState
 from swarm.gateway.openai.api_errors import ServiceUnavailable
 from swarm.gateway.settings import GatewaySettings
 from swarm.generation.served_model import ServedModel
-from swarm.metrics.event_loop import EventLoopMetrics
-from swarm.metrics.registry import new_registry
+from swarm.metrics.registry import EventLoopMetrics, new_registry
 from swarm.monitor.http_routes import make_routes
 from swarm.monitor.swarm_poller import SwarmPoller
 from swarm.web.http_server import listen, serve_until_signal, url_of

@@ -1,4 +1,4 @@
-"""The endpoints about tokenizers: tokens of a text, the text of tokens, and what a tokenizer is."""
+"""The endpoints about tokenizers, as vLLM has them: tokens of a text or a conversation, and the text of tokens."""
 
 from __future__ import annotations
 
@@ -6,22 +6,99 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from msgspec import Struct
 from starlette.requests import Request
 from starlette.responses import Response
 
-from swarm.gateway.access.authentication import authenticate
-from swarm.gateway.access.cors import check_origin
+from swarm.gateway.access import authenticate, check_origin
 from swarm.gateway.gateway_state import GatewayState
 from swarm.gateway.http.request_body import TOKEN_BYTES, read_body
 from swarm.gateway.http.responses import JsonResponse
-from swarm.gateway.openai.tokenizer_requests import (
-    detokenize_reply,
-    parse_detokenize_request,
-    parse_tokenize_request,
-    tokenize_reply,
-    tokenizer_info,
-)
+from swarm.gateway.openai.api_errors import BadRequest
+from swarm.gateway.openai.request_conversion import template_message, template_options, tool_options
+from swarm.gateway.openai.request_schema import PromptRequest, TokenId, decode_request, parse_prompt_request
+from swarm.generation.prompts import conversation_prompt
 from swarm.generation.served_model import ServedModel
+
+
+class TokenizeRequest(Struct, kw_only=True, forbid_unknown_fields=True):
+    """The body of `POST /tokenize`, if it has a `prompt`."""
+
+    prompt: str
+    model: str = ""
+    add_special_tokens: bool = True
+    return_token_strs: bool | None = None
+
+
+class _TokenizeHead(Struct):
+    """What says of which kind a request is."""
+
+    prompt: Any = None
+
+
+class DetokenizeRequest(Struct, kw_only=True, forbid_unknown_fields=True):
+    """The body of `POST /detokenize`."""
+
+    tokens: list[TokenId]
+    model: str = ""
+
+
+def parse_tokenize_request(body: bytes) -> TokenizeRequest | PromptRequest:
+    """A text, or a conversation with the fields of a chat request that change its prompt.
+
+    Raises:
+        BadRequest: the body is neither.
+    """
+    head: _TokenizeHead = decode_request(_TokenizeHead, body)
+    if head.prompt is not None:
+        request: TokenizeRequest = decode_request(TokenizeRequest, body)
+        return request
+    return parse_prompt_request(body)
+
+
+def parse_detokenize_request(body: bytes) -> DetokenizeRequest:
+    """Raises `BadRequest` if the body is not a valid request."""
+    request: DetokenizeRequest = decode_request(DetokenizeRequest, body)
+    return request
+
+
+def tokenize_reply(request: TokenizeRequest | PromptRequest, served: ServedModel) -> dict[str, Any]:
+    """The tokens of a prompt.
+
+    Raises:
+        ChatTemplateError, InvalidGenerationRequest, BadRequest: as for a chat request.
+    """
+    if isinstance(request, TokenizeRequest):
+        tokens = served.prompts.text(request.prompt, request.add_special_tokens)
+    else:
+        messages = [template_message(message) for message in request.messages]
+        tokens = conversation_prompt(served, messages, tool_options(request), template_options(request, served))
+    texts = served.tokenizer.convert_ids_to_tokens(tokens) if request.return_token_strs else None
+    return {"count": len(tokens), "max_model_len": served.context_length, "tokens": tokens, "token_strs": texts}
+
+
+def detokenize_reply(request: DetokenizeRequest, served: ServedModel) -> dict[str, Any]:
+    """The text of tokens.
+
+    Raises:
+        BadRequest: one of them is not the model's.
+    """
+    if (unknown := next((token for token in request.tokens if token >= served.vocabulary_size), None)) is not None:
+        raise BadRequest(f"token {unknown} is not one of the model's {served.vocabulary_size}", param="tokens")
+    return {"prompt": served.tokenizer.decode(request.tokens, clean_up_tokenization_spaces=False)}
+
+
+def tokenizer_info(served: ServedModel) -> dict[str, Any]:
+    """What programs that prepare prompts themselves need to know."""
+    special = {name: getattr(served.tokenizer, name) for name in ("bos_token", "eos_token", "pad_token", "unk_token")}
+    return {
+        "model": served.name,
+        "tokenizer_class": type(served.tokenizer).__name__,
+        "vocab_size": served.vocabulary_size,
+        "model_max_length": served.context_length,
+        "chat_template": served.chat_template,
+        **{name: None if token is None else str(token) for name, token in special.items()},
+    }
 
 
 class TokenizerEndpoints:
@@ -53,7 +130,6 @@ class TokenizerEndpoints:
         with self._gateway.request_room(key) as room:
             check_origin(request.headers, settings.cors_origins, settings.host_names)
             body = await read_body(request, settings.max_request_bytes, settings.read_timeout_s, room)
-            self._gateway.metrics.body_received(len(body))
             reply = await self._gateway.run_in_thread(request.receive, key, partial(answer, body))
             room.hold(len(reply.get("tokens", ())) * TOKEN_BYTES)
             return JsonResponse(reply)

@@ -1,4 +1,4 @@
-"""From a conversation or a prompt, and options, to the sequences that have to be generated."""
+"""From a conversation or a prompt, and what is asked, to the sequences that have to be generated."""
 
 from __future__ import annotations
 
@@ -6,13 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from swarm.client.early_exit.options import EarlyExit
 from swarm.generation.errors import InvalidGenerationRequest
 from swarm.generation.formats.response_format import AnswerForm
-from swarm.generation.formats.thinking import ConstraintBehindThoughts, ThinkingParser, ThinkingSyntax
+from swarm.generation.formats.thinking import ConstraintBehindThoughts, ThinkingParser, ThinkingSyntax, TokenConstraint
 from swarm.generation.formats.tool_calls import ToolCallParser, ToolOptions
-from swarm.generation.sampling import SamplingOptions, TokenConstraint
-from swarm.generation.sequence_request import SequenceRequest
+from swarm.generation.sequence_request import ROOM_LEFT, SequenceRequest
 from swarm.generation.served_model import ServedModel
 from swarm.models.tokenizers.chat_template import TemplateOptions, unusable_variable
 
@@ -22,11 +20,6 @@ DEFAULT_CHAT_TOKENS = 1024
 DEFAULT_COMPLETION_TOKENS = 16
 """New tokens of a completion if the request sets no limit, as in OpenAI's API."""
 
-ROOM_LEFT = -1
-"""As `max_tokens`: as many as the context has room for."""
-
-MAX_TOKEN_ID_DIGITS = 9
-
 MAX_MARKER_TOKENS = 16
 """Of the end of a prompt that may have begun a thought."""
 
@@ -34,63 +27,22 @@ Prompt = str | list[int]
 """A text or its token ids."""
 
 
-@dataclass(frozen=True)
-class GenerationOptions:
-    """How the answers to a request are generated. None takes the model's own default, and OpenAI's if it has none.
-
-    Attributes:
-        choices: answers to each prompt.
-        max_tokens: `ROOM_LEFT` is possible.
-        top_k: 0 or less samples from all tokens.
-        logit_bias: by token id, written in decimal.
-        stops: texts at which an answer ends.
-        end_tokens: tokens at which an answer ends, besides the model's own.
-        prompt_tokens: how many tokens of a longer prompt are kept, the last ones; -1 as many as fit; None refuses it.
-        form: that the answer has to have; None for any text.
-        scores_prompt: whether the prompt's tokens have log probabilities too, if the answer's do.
-        separate_thoughts: whether thoughts are apart from the text.
-        top_logprobs: likeliest tokens to report for each position; None reports no log probabilities.
-        early_exit: when tokens leave before the last block; None for never.
-        is_exit_asked: whether the request asks for that itself, rather than having it by default.
-        provisional: whether the text of tokens that left is shown before they are verified.
-    """
-
-    choices: int = 1
-    max_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    logit_bias: Mapping[str, float] | None = None
-    seed: int | None = None
-    stops: Sequence[str] = ()
-    end_tokens: Sequence[int] = ()
-    prompt_tokens: int | None = None
-    form: AnswerForm | None = None
-    scores_prompt: bool = False
-    separate_thoughts: bool = False
-    top_logprobs: int | None = None
-    early_exit: EarlyExit | None = None
-    is_exit_asked: bool = False
-    provisional: bool = False
-
-
 def chat_sequences(
     served: ServedModel,
     messages: Sequence[Mapping[str, Any]],
-    options: GenerationOptions,
+    asked: SequenceRequest,
     *,
+    choices: int = 1,
     default_max_tokens: int = DEFAULT_CHAT_TOKENS,
     tools: ToolOptions | None = None,
     template: TemplateOptions | None = None,
 ) -> list[SequenceRequest]:
-    """One sequence for each of the `options.choices` answers to a conversation.
+    """One sequence for each of the answers to a conversation.
 
     Args:
         messages: as chat templates take them.
+        asked: what each answer is asked to be, without a prompt.
+        choices: number of answers.
         tools: functions that the model may call.
         template: what is asked of the chat template; the usual if None.
 
@@ -100,21 +52,21 @@ def chat_sequences(
     """
     tools = tools if tools is not None else ToolOptions()
     offered = _offered_tools(tools, served)
-    prompt = _truncated(conversation_prompt(served, messages, tools, template), options, served)
-    max_tokens = _max_tokens(prompt, options.max_tokens, served, default_max_tokens, "messages")
+    prompt = _truncated(conversation_prompt(served, messages, tools, template), asked, served)
+    asked = _for_prompt(asked, served, prompt, default_max_tokens, "messages")
     names = frozenset(function.name for function in tools.functions if tools.forced_function in (None, function.name))
     continued = str(messages[-1].get("content", "")) if template is not None and template.continue_final else None
-    thoughts = _Thoughts.of(served, prompt, continued) if options.separate_thoughts else None
+    thoughts = _Thoughts.of(served, prompt, continued) if asked.separate_thoughts else None
     return [
         replace(
-            _sequence(options, served, prompt, max_tokens, choice),
-            constraint=_chat_constraint(options, served, tools, thoughts),
+            _choice(asked, number),
+            constraint=_chat_constraint(asked.form, served, tools, thoughts),
             tools=ToolCallParser(served.tool_syntax, names, tools.must_call, tools.single_call)
             if offered and served.tool_syntax is not None
             else None,
             thinking=thoughts.parser() if thoughts is not None else None,
         )
-        for choice in range(options.choices)
+        for number in range(choices)
     ]
 
 
@@ -127,23 +79,20 @@ def conversation_prompt(
 
 
 def completion_sequences(
-    served: ServedModel, prompts: Sequence[Prompt], options: GenerationOptions
+    served: ServedModel, prompts: Sequence[Prompt], asked: SequenceRequest, choices: int = 1
 ) -> list[SequenceRequest]:
-    """`options.choices` sequences for each of the prompts, in their order.
+    """`choices` sequences for each of the prompts, in their order.
 
     Raises:
         InvalidGenerationRequest: the model cannot do what is asked for.
     """
     requests = []
     for prompt in prompts:
-        tokens = _truncated(_prompt_tokens(prompt, served), options, served)
-        max_tokens = _max_tokens(tokens, options.max_tokens, served, DEFAULT_COMPLETION_TOKENS, "prompt")
-        for choice in range(options.choices):
-            sequence = _sequence(options, served, tokens, max_tokens, choice)
-            if options.form is not None:
-                constraint = served.grammars.constraint(options.form, ToolOptions(), None)
-                sequence = replace(sequence, constraint=constraint)
-            requests.append(sequence)
+        tokens = _truncated(_prompt_tokens(prompt, served), asked, served)
+        behind = _for_prompt(asked, served, tokens, DEFAULT_COMPLETION_TOKENS, "prompt")
+        for number in range(choices):
+            constraint = None if asked.form is None else served.grammars.constraint(asked.form, ToolOptions(), None)
+            requests.append(replace(_choice(behind, number), constraint=constraint))
     return requests
 
 
@@ -210,11 +159,11 @@ class _Thoughts:
 
 
 def _chat_constraint(
-    options: GenerationOptions, served: ServedModel, tools: ToolOptions, thoughts: _Thoughts | None
+    form: AnswerForm | None, served: ServedModel, tools: ToolOptions, thoughts: _Thoughts | None
 ) -> TokenConstraint | None:
-    if options.form is None and not tools.must_call:
+    if form is None and not tools.must_call:
         return None
-    constraint = served.grammars.constraint(options.form, tools, served.tool_syntax)
+    constraint = served.grammars.constraint(form, tools, served.tool_syntax)
     return thoughts.constraint(constraint, served) if thoughts is not None and constraint is not None else constraint
 
 
@@ -224,36 +173,37 @@ def _require_usable(template: TemplateOptions | None, served: ServedModel) -> No
         raise InvalidGenerationRequest(f"chat_template_kwargs: {problem}", parameter="chat_template_kwargs")
 
 
-def _sequence(
-    options: GenerationOptions, served: ServedModel, prompt: Sequence[int], max_tokens: int, choice: int
+def _for_prompt(
+    asked: SequenceRequest, served: ServedModel, prompt: Sequence[int], default_max_tokens: int, parameter: str
 ) -> SequenceRequest:
-    """One of the answers to a prompt, as far as conversations and completions have the same."""
-    _require_tokens(options.end_tokens, served, "stop_token_ids")
-    return SequenceRequest(
-        prompt=prompt,
-        max_tokens=max_tokens,
-        sampling=_sampling_options(options, served, choice),
-        scores_prompt=options.scores_prompt and options.top_logprobs is not None,
-        stops=options.stops,
-        repetition_penalty=options.repetition_penalty,
-        end_tokens=frozenset(options.end_tokens),
-        early_exit=options.early_exit,
-        is_exit_asked=options.is_exit_asked,
-        provisional=options.provisional,
-    )
+    """What is asked for behind this prompt, with the defaults of the model's authors."""
+    _require_tokens(asked.end_tokens, served, "stop_token_ids")
+    defaults = served.model.generation_config
+    unset: dict[str, Any] = {
+        name: getattr(defaults, name, None)
+        for name in ("temperature", "top_p", "top_k", "min_p")
+        if getattr(asked, name) is None
+    }
+    limit = _limit(prompt, asked.max_tokens, served, default_max_tokens, parameter)
+    return replace(asked, prompt=prompt, limit=limit, **unset)
 
 
-def _truncated(prompt: list[int], options: GenerationOptions, served: ServedModel) -> list[int]:
+def _choice(asked: SequenceRequest, number: int) -> SequenceRequest:
+    """One of the answers to a prompt. Each has a seed of its own, so that they differ and can be reproduced."""
+    return asked if asked.seed is None else replace(asked, seed=asked.seed + number)
+
+
+def _truncated(prompt: list[int], asked: SequenceRequest, served: ServedModel) -> list[int]:
     """The end of the prompt, if the request asks for that."""
-    keep = options.prompt_tokens
+    keep = asked.prompt_tokens
     if keep is None:
         return prompt
-    return prompt[-(keep if keep > 0 else max(1, served.context_length - _answer_tokens(options))) :]
+    return prompt[-(keep if keep > 0 else max(1, served.context_length - _answer_tokens(asked))) :]
 
 
-def _answer_tokens(options: GenerationOptions) -> int:
+def _answer_tokens(asked: SequenceRequest) -> int:
     """For how many tokens of the answer a prompt that is cut leaves room."""
-    return options.max_tokens if options.max_tokens is not None and options.max_tokens >= 0 else 1
+    return asked.max_tokens if asked.max_tokens is not None and asked.max_tokens >= 0 else 1
 
 
 def _require_tokens(tokens: Sequence[int], served: ServedModel, parameter: str) -> None:
@@ -273,7 +223,7 @@ def _prompt_tokens(prompt: Prompt, served: ServedModel) -> list[int]:
     return prompt
 
 
-def _max_tokens(prompt: Sequence[int], limit: int | None, served: ServedModel, default: int, parameter: str) -> int:
+def _limit(prompt: Sequence[int], limit: int | None, served: ServedModel, default: int, parameter: str) -> int:
     """How many tokens may be generated.
 
     Raises:
@@ -303,36 +253,6 @@ def _max_tokens(prompt: Sequence[int], limit: int | None, served: ServedModel, d
 def _context(served: ServedModel) -> str:
     """How long texts may be, in OpenAI's words: programs that cut their prompts look for these, not for the code."""
     return f"This model's maximum context length is {served.context_length} tokens"
-
-
-def _sampling_options(options: GenerationOptions, served: ServedModel, choice: int) -> SamplingOptions:
-    """The request's options, else those of the model's authors, else OpenAI's defaults."""
-    defaults = served.model.generation_config
-    temperature = options.temperature if options.temperature is not None else defaults.temperature
-    top_k = options.top_k if options.top_k is not None else defaults.top_k
-    top_p = options.top_p if options.top_p is not None else defaults.top_p
-    return SamplingOptions(
-        temperature=1.0 if temperature is None else float(temperature),
-        top_p=1.0 if top_p is None else float(top_p),
-        top_k=top_k if top_k is not None and top_k > 0 else None,
-        min_p=float((options.min_p if options.min_p is not None else getattr(defaults, "min_p", None)) or 0.0),
-        presence_penalty=options.presence_penalty or 0.0,
-        frequency_penalty=options.frequency_penalty or 0.0,
-        logit_bias=_logit_bias(options.logit_bias or {}, served),
-        # Each of several answers has a seed of its own, so that they differ and can still be reproduced.
-        seed=None if options.seed is None else options.seed + choice,
-        top_logprobs=options.top_logprobs,
-    )
-
-
-def _logit_bias(bias: Mapping[str, float], served: ServedModel) -> dict[int, float] | None:
-    size = served.vocabulary_size
-    for name in bias:
-        if not name.isascii() or not name.isdigit() or len(name) > MAX_TOKEN_ID_DIGITS or int(name) >= size:
-            raise InvalidGenerationRequest(
-                f"{name[:20]!r} is not one of the model's {size} tokens", parameter="logit_bias"
-            )
-    return {int(name): value for name, value in bias.items()} or None
 
 
 def _offered_tools(tools: ToolOptions, served: ServedModel) -> list[dict[str, Any]] | None:

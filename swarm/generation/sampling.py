@@ -12,55 +12,17 @@ the same, so the text is the one that the seed gives without guesses.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from swarm.errors import SwarmError
+from swarm.generation.sequence_request import SequenceRequest
 
 MIN_TEMPERATURE = 1e-6
 """Lower temperatures count as 0: scores divided by them would overflow."""
-
-
-class TokenConstraint(Protocol):
-    """Restricts the next token, such as to those that continue a JSON text."""
-
-    def mask(self, tokens: Sequence[int], scores_V: torch.Tensor) -> torch.Tensor:
-        """The scores `[vocabulary]`, -inf where a token is not allowed behind the generated `tokens`.
-
-        Raises:
-            SwarmError: it cannot say which are, behind these tokens.
-        """
-
-
-@dataclass(frozen=True)
-class SamplingOptions:
-    """How the next token is chosen.
-
-    Attributes:
-        temperature: 0 takes the most likely token.
-        top_p: sample from the smallest set of tokens with this probability.
-        top_k: sample from this many tokens; None for all.
-        min_p: sample from tokens that have this share of the likeliest one's probability.
-        presence_penalty: subtracted from a token's score if it was generated before.
-        frequency_penalty: subtracted from a token's score for each time that it was generated.
-        logit_bias: added to the scores of these tokens.
-        seed: None takes a new one each time.
-        top_logprobs: likeliest tokens to report for each position; None reports no log probabilities.
-    """
-
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int | None = None
-    min_p: float = 0.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: Mapping[int, float] | None = None
-    seed: int | None = None
-    top_logprobs: int | None = None
 
 
 @dataclass(frozen=True)
@@ -81,37 +43,32 @@ class Sampler:
     """Chooses the tokens of one sequence.
 
     Args:
-        options: how to choose.
-        prompt_tokens: tokens of the sequence that were not generated.
-        constraint: restricts the tokens; None allows all.
+        request: how to choose.
     """
 
-    def __init__(
-        self, options: SamplingOptions, prompt_tokens: int = 0, constraint: TokenConstraint | None = None
-    ) -> None:
-        self._options = options
-        self._prompt_tokens = prompt_tokens
-        self._constraint = constraint
+    def __init__(self, request: SequenceRequest) -> None:
+        self._request = request
+        self._temperature = 1.0 if request.temperature is None else request.temperature
         self._random = torch.Generator()
-        self._seed = self._random.seed() if options.seed is None else options.seed
+        self._seed = self._random.seed() if request.seed is None else request.seed
         self._reported: dict[int, torch.Tensor] = {}
         """By position, the scores from which its token was chosen last; only if log probabilities are requested."""
         self._standing = 0
         """Generated tokens that stand; those behind them are guesses."""
         self._warpers: list[Any] = []
-        if options.top_k is not None:
-            self._warpers.append(TopKLogitsWarper(options.top_k))
-        if options.top_p < 1.0:
-            self._warpers.append(TopPLogitsWarper(options.top_p))
-        if options.min_p > 0.0:
-            self._warpers.append(MinPLogitsWarper(options.min_p))
+        if request.top_k is not None and request.top_k > 0:
+            self._warpers.append(TopKLogitsWarper(request.top_k))
+        if request.top_p is not None and request.top_p < 1.0:
+            self._warpers.append(TopPLogitsWarper(float(request.top_p)))
+        if request.min_p is not None and request.min_p > 0.0:
+            self._warpers.append(MinPLogitsWarper(request.min_p))
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """transformers' hook: takes scores `[1, vocabulary]` and returns them with all but the chosen token at -inf."""
-        generated = input_ids[0, self._prompt_tokens :]
+        generated = input_ids[0, len(self._request.prompt) :]
         scores_V = self._adjust_scores(generated, scores[0].float())
         token = self._choose(input_ids, scores_V, len(generated))
-        if self._options.top_logprobs is not None:
+        if self._request.top_logprobs is not None:
             self._reported[len(generated)] = scores_V
         only = torch.full_like(scores, float("-inf"))
         only[0, token] = 0.0
@@ -124,7 +81,7 @@ class Sampler:
             position: among the generated tokens, from 0. Is asked for once, in order.
         """
         self._standing = position + 1
-        count = self._options.top_logprobs
+        count = self._request.top_logprobs
         if count is None:
             return SampledToken(token)
         logprobs_V = torch.log_softmax(self._reported.pop(position), dim=-1)
@@ -132,31 +89,31 @@ class Sampler:
 
     def _adjust_scores(self, generated: torch.Tensor, scores_V: torch.Tensor) -> torch.Tensor:
         """Apply biases, penalties and the constraint."""
-        options = self._options
-        has_penalty = bool(len(generated) and (options.presence_penalty or options.frequency_penalty))
-        if options.logit_bias or has_penalty:
+        presence, frequency = self._request.presence_penalty or 0.0, self._request.frequency_penalty or 0.0
+        has_penalty = bool(len(generated) and (presence or frequency))
+        if self._request.logit_bias or has_penalty:
             scores_V = scores_V.clone()
-        for token, bias in (options.logit_bias or {}).items():
+        for token, bias in (self._request.logit_bias or {}).items():
             scores_V[token] += bias
         if has_penalty:
             seen, counts = generated.to(scores_V.device).unique(return_counts=True)
-            scores_V[seen] -= options.presence_penalty + options.frequency_penalty * counts
+            scores_V[seen] -= presence + frequency * counts
         return self._constrained(generated.tolist(), scores_V)
 
     def _constrained(self, generated: list[int], scores_V: torch.Tensor) -> torch.Tensor:
-        if self._constraint is None:
+        if self._request.constraint is None:
             return scores_V
         try:
-            return self._constraint.mask(generated, scores_V)
+            return self._request.constraint.mask(generated, scores_V)
         except SwarmError:
             if len(generated) <= self._standing:
                 raise
             return scores_V  # behind a guess: any token will do, and if the guess stands, this comes again
 
     def _choose(self, input_ids: torch.Tensor, scores_V: torch.Tensor, position: int) -> int:
-        if self._options.temperature < MIN_TEMPERATURE:
+        if self._temperature < MIN_TEMPERATURE:
             return int(scores_V.argmax())
-        scores_BV = (scores_V / self._options.temperature).unsqueeze(0)
+        scores_BV = (scores_V / self._temperature).unsqueeze(0)
         for warper in self._warpers:
             scores_BV = warper(input_ids, scores_BV)
         # Always on the CPU: the same seed has to give the same text on every device.

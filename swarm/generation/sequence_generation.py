@@ -5,7 +5,7 @@ Laws:
   swarm. So many requests are lanes of one pipeline, and servers batch their steps.
 - Each sequence has its own inference session. `cancel` ends its wait for the swarm at any point, and the session is
   then freed on all servers.
-- The thread never waits for the reader: its output is bounded by `max_tokens` and is kept until it is read.
+- The thread never waits for the reader: its output is bounded by its limit and is kept until it is read.
 - Only tokens that stand become output: transformers asks the stopping criterion behind each of them, whether tokens
   may leave early or not.
 """
@@ -15,9 +15,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import CancelledError
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import takewhile
 from typing import Any
@@ -28,15 +28,130 @@ from swarm.client.routes.events import ExitTaken, ExitVerified, SessionEvent
 from swarm.client.session import InferenceSession
 from swarm.client.threads.compute_lock import ComputeTicket
 from swarm.errors import NoExitClassifiers, ProcessorsWithState, SwarmError, UsageError
-from swarm.generation.detokenizer import IncrementalDetokenizer
 from swarm.generation.errors import EXPECTED_ERRORS, GenerationCancelled, GenerationCrashed, InvalidGenerationRequest
-from swarm.generation.exit_counts import ExitCounts
-from swarm.generation.prompt_scores import prompt_scores
-from swarm.generation.provisional_text import ProvisionalText
-from swarm.generation.sampling import Sampler
-from swarm.generation.sequence_output import SequenceDelta, SequenceOutput
+from swarm.generation.sampling import SampledToken, Sampler, top_tokens
+from swarm.generation.sequence_output import IncrementalDetokenizer, SequenceDelta, SequenceOutput
 from swarm.generation.sequence_request import SequenceRequest
 from swarm.generation.served_model import ServedModel
+
+
+@dataclass
+class _BoundaryCounts:
+    """Guesses in front of one block, and how many of them stood or were given up."""
+
+    taken: int = 0
+    stood: int = 0
+    given_up: int = 0
+
+
+@dataclass
+class ExitCounts:
+    """Counts of one sequence's exits. One thread counts; others may read."""
+
+    _boundaries: dict[int, _BoundaryCounts] = field(default_factory=dict)
+
+    def count(self, event: ExitTaken | ExitVerified) -> None:
+        """Count one event of the sequence's session."""
+        counts = self._boundaries.setdefault(event.block, _BoundaryCounts())
+        if isinstance(event, ExitTaken):
+            counts.taken += 1
+        elif event.stands:
+            counts.stood += 1
+        else:
+            counts.given_up += 1
+
+    @classmethod
+    def total(cls, parts: Iterable[ExitCounts]) -> ExitCounts:
+        """The counts of several sequences together."""
+        total = cls()
+        for part in parts:
+            for block, counts in list(part._boundaries.items()):
+                sums = total._boundaries.setdefault(block, _BoundaryCounts())
+                sums.taken += counts.taken
+                sums.stood += counts.stood
+                sums.given_up += counts.given_up
+        return total
+
+    def details(self) -> list[dict[str, Any]]:
+        """The counts as JSON, by block."""
+        return [
+            {"block": block, "taken": counts.taken, "stood": counts.stood, "given_up": counts.given_up}
+            for block, counts in sorted(self._boundaries.items())
+        ]
+
+
+class ProvisionalText:
+    """A streamer of one sequence (`swarm.client.early_exit.token_output`) that keeps its provisional text up to date.
+
+    Args:
+        preview: the text that these tokens would add to the output.
+        show: called with the whole provisional text whenever it changes.
+    """
+
+    def __init__(self, preview: Callable[[Sequence[int]], str], show: Callable[[str], None]) -> None:
+        self._preview, self._show = preview, show
+        self._tokens: list[int] = []
+        self._shown = ""
+
+    def put(self, value: torch.Tensor) -> None:
+        """A token stands. Output may have come with it, so what is left is shown again."""
+        del self._tokens[:1]
+        self._update(again=True)
+
+    def put_provisional(self, value: torch.Tensor) -> None:
+        """A token follows that may be taken back."""
+        self._tokens.append(int(value))
+        self._update()
+
+    def take_back(self, count: int) -> None:
+        """The last tokens were wrong."""
+        del self._tokens[-count:]
+        self._update()
+
+    def end(self) -> None:
+        """The text is complete."""
+
+    def _update(self, again: bool = False) -> None:
+        text = self._preview(self._tokens)
+        if text != self._shown or (again and text):
+            self._shown = text
+            self._show(text)
+
+
+PORTION_TOKENS = 128
+"""Positions whose scores are in memory at once: of a large vocabulary, 80 MB in float32."""
+
+
+@torch.no_grad()
+def prompt_scores(
+    model: Any, session: InferenceSession, prompt: Sequence[int], count: int, before_portion: Callable[[], None]
+) -> tuple[SampledToken, ...]:
+    """The prompt's tokens as the model would have chosen them. The first has no log probability: it follows nothing.
+
+    Args:
+        model: the distributed model.
+        session: at its beginning; at the end it holds the prompt.
+        count: likeliest tokens to report for each position.
+        before_portion: called before each portion, and may raise.
+    """
+    scored = [SampledToken(prompt[0])]
+    session.text_length = len(prompt)
+    for start in range(0, len(prompt), PORTION_TOKENS):
+        before_portion()
+        end = min(start + PORTION_TOKENS, len(prompt))
+        logits_TV = model(
+            torch.tensor([list(prompt[start:end])]),
+            attention_mask=torch.ones(1, end, dtype=torch.long),
+            past_key_values=session.cache,
+            use_cache=True,
+        ).logits[0]
+        following = prompt[start + 1 : end + 1]  # the token behind each position; the prompt's last has none
+        for token, scores_V in zip(following, logits_TV, strict=False):
+            logprobs_V = torch.log_softmax(scores_V.float(), dim=-1)
+            scored.append(SampledToken(token, float(logprobs_V[token]), top_tokens(logprobs_V, count)))
+    session.text_length = 0
+    return tuple(scored)
+
 
 logger = logging.getLogger(__name__)
 
@@ -95,11 +210,11 @@ class SequenceGeneration:
         self._ticket = ComputeTicket(served.compute_lock)
         self._cancelled = False
         self._last_token: int | None = None
-        self._end_tokens = served.end_tokens | request.end_tokens
+        self._end_tokens = served.end_tokens.union(request.end_tokens)
         has_markers = request.tools is not None or request.thinking is not None  # which may be special tokens
         detokenizer = IncrementalDetokenizer(served.tokenizer, request.prompt, keep_special=has_markers)
         self._output = SequenceOutput(detokenizer, request)
-        self._sampler = Sampler(request.sampling, len(request.prompt), request.constraint)
+        self._sampler = Sampler(request)
         self._thread = threading.Thread(target=self._run, name="swarm-generation", daemon=True)
 
     def start(self) -> None:
@@ -135,13 +250,13 @@ class SequenceGeneration:
     def _generate(self) -> str:
         """Run `generate`, and return the finish reason."""
         request = self._request
-        max_length = len(request.prompt) + request.max_tokens
+        max_length = len(request.prompt) + request.limit
         session = self._served.model.inference_session(max_length=max_length, listener=self._on_session_event)
         try:
             with self._ticket:
                 if request.scores_prompt:
                     self._score_prompt(session)
-                if request.max_tokens:
+                if request.limit:
                     self._generate_in(session)
         except UsageError as error:
             if request.early_exit is None or type(error) not in (UsageError, ProcessorsWithState):
@@ -159,7 +274,7 @@ class SequenceGeneration:
     def _score_prompt(self, session: InferenceSession) -> None:
         if self._request.early_exit is not None:
             session.prepare_for(self._request.early_exit)  # not possible once it has computed tokens
-        count = self._request.sampling.top_logprobs or 0
+        count = self._request.top_logprobs or 0
         scored = prompt_scores(
             self._served.model, session, self._request.prompt, count, before_portion=self._require_running
         )
@@ -181,7 +296,7 @@ class SequenceGeneration:
             torch.tensor([list(request.prompt)]),
             attention_mask=torch.ones(1, len(request.prompt), dtype=torch.long),
             session=session,
-            max_new_tokens=request.max_tokens,
+            max_new_tokens=request.limit,
             do_sample=False,  # the sampler leaves one token to choose from
             num_beams=1,
             temperature=None,

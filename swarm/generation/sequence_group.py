@@ -12,12 +12,13 @@ from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-from swarm.errors import SwarmError
+from swarm.client.routes.events import BlocksMissing, HopLost, Recovered, RouteTaken
+from swarm.errors import SwarmError, format_blocks
 from swarm.generation.errors import GenerationCrashed
-from swarm.generation.exit_counts import ExitCounts
 from swarm.generation.sequence_generation import (
+    ExitCounts,
     SequenceEnd,
     SequenceEvent,
     SequenceFailed,
@@ -28,24 +29,14 @@ from swarm.generation.sequence_output import SequenceDelta
 from swarm.generation.sequence_request import SequenceRequest
 from swarm.generation.served_model import ServedModel
 
+if TYPE_CHECKING:
+    from swarm.metrics.gateway import GatewayMetrics
+
 logger = logging.getLogger(__name__)
 
 
 MAX_PARALLEL = 8
 """Sequences of a request that are generated at once. Each is a session on every server."""
-
-
-class TokenMetrics(Protocol):
-    """Receives the token counts and latencies of requests."""
-
-    def first_token(self, model: str, seconds: float) -> None:
-        """The first token of a request came this long after the request."""
-
-    def next_token(self, model: str, seconds: float) -> None:
-        """A further token came this long after the one before it."""
-
-    def tokens_used(self, model: str, prompt: int, completion: int) -> None:
-        """A request has ended and took this many tokens."""
 
 
 @dataclass
@@ -92,7 +83,7 @@ class SequenceGroup:
         requests: Sequence[SequenceRequest],
         choices: int,
         started_at: float,
-        metrics: TokenMetrics | None = None,
+        metrics: GatewayMetrics | None = None,
     ) -> None:
         self.timing = GenerationTiming(started_at)
         self.prompt_tokens = sum(len(request.prompt) for request in requests) // choices
@@ -235,3 +226,20 @@ def _without_replaced(waiting: Sequence[tuple[int, SequenceEvent]]) -> list[tupl
             replaced.add(index)
         kept.append((index, event))
     return kept[::-1]
+
+
+def route_detail(event: SequenceEvent) -> dict[str, Any] | None:
+    """The detail that describes an event; None if clients are not told of it."""
+    match event:
+        case RouteTaken(route):
+            hops = [
+                {"blocks": str(hop.span), "peer": hop.server.short_id, "name": hop.server.name} for hop in route.hops
+            ]
+            return {"kind": "route", "hops": hops}
+        case HopLost(peer_id, span, reason):
+            return {"kind": "lost", "peer": "…" + peer_id[-6:], "blocks": str(span), "reason": reason}
+        case BlocksMissing(blocks):
+            return {"kind": "missing", "blocks": format_blocks(blocks)}
+        case Recovered(seconds):
+            return {"kind": "recovered", "seconds": round(seconds, 3)}
+    return None

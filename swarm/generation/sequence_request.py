@@ -1,47 +1,74 @@
-"""What is asked of one sequence."""
+"""What is asked of one sequence, and of the answers to a request."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from swarm.client.early_exit.options import EarlyExit
-from swarm.generation.formats.thinking import ThinkingParser
+from swarm.generation.formats.response_format import AnswerForm
+from swarm.generation.formats.thinking import ThinkingParser, TokenConstraint
 from swarm.generation.formats.tool_calls import ToolCallParser
-from swarm.generation.sampling import SamplingOptions, TokenConstraint
+
+ROOM_LEFT = -1
+"""As `max_tokens`: as many as the context has room for."""
 
 
 @dataclass(frozen=True)
 class SequenceRequest:
-    """One sequence to generate.
+    """One sequence to generate. A request asks for it without a prompt; `prompts` adds what depends on the model.
+
+    Where an option is None, the model's own default applies, and OpenAI's if it has none.
 
     Attributes:
-        prompt: token ids.
-        max_tokens: limit on the new tokens; may be 0.
+        max_tokens: new tokens that were asked for; `ROOM_LEFT` is possible.
+        top_k: 0 or less samples from all tokens.
+        min_p: sample from tokens that have this share of the likeliest one's probability.
+        presence_penalty: subtracted from a token's score if it was generated before.
+        frequency_penalty: subtracted from a token's score for each time that it was generated.
+        repetition_penalty: transformers' own.
+        logit_bias: added to the scores of these tokens.
+        seed: None takes a new one each time.
+        stops: texts at which the sequence ends.
+        end_tokens: tokens at which it ends, besides the model's own; they are not part of the text.
+        prompt_tokens: how many tokens of a longer prompt are kept, the last ones; -1 as many as fit; None refuses it.
+        form: that the text must have; None for any.
+        separate_thoughts: whether thoughts are apart from the text.
+        top_logprobs: likeliest tokens to report for each position; None reports no log probabilities.
         scores_prompt: whether the log probabilities of the prompt's tokens are reported, with as many likeliest tokens
             as for new ones; then the token that ends the sequence is reported as well.
-        sampling: how tokens are chosen.
-        stops: texts at which the sequence ends.
-        constraint: the form that the text must have; None for any.
-        tools: parses tool calls in the text; None if there are no tools.
-        thinking: separates thoughts from the text; None if there are none, or they are part of the text.
-        repetition_penalty: transformers' own; None for the model's default.
-        end_tokens: tokens that end the sequence, besides the model's own; they are not part of the text.
         early_exit: when tokens leave before the last block; None for never.
         is_exit_asked: whether the request asks for that itself, rather than having it by default.
         provisional: whether the text of tokens that left is shown before they are verified.
+        prompt: token ids.
+        limit: how many tokens may be generated behind this prompt; may be 0.
+        constraint: restricts the tokens to the form and to tool calls; None for any.
+        tools: parses tool calls in the text; None if there are no tools.
+        thinking: separates thoughts from the text; None if there are none, or they are part of the text.
     """
 
-    prompt: Sequence[int]
-    max_tokens: int
-    sampling: SamplingOptions
-    scores_prompt: bool = False
-    stops: Sequence[str] = ()
-    constraint: TokenConstraint | None = None
-    tools: ToolCallParser | None = None
-    thinking: ThinkingParser | None = None
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
     repetition_penalty: float | None = None
-    end_tokens: frozenset[int] = frozenset()
+    logit_bias: Mapping[int, float] | None = None
+    seed: int | None = None
+    stops: Sequence[str] = ()
+    end_tokens: Sequence[int] = ()
+    prompt_tokens: int | None = None
+    form: AnswerForm | None = None
+    separate_thoughts: bool = False
+    top_logprobs: int | None = None
+    scores_prompt: bool = False
     early_exit: EarlyExit | None = None
     is_exit_asked: bool = False
     provisional: bool = False
+    prompt: Sequence[int] = ()
+    limit: int = 0
+    constraint: TokenConstraint | None = None
+    tools: ToolCallParser | None = None
+    thinking: ThinkingParser | None = None

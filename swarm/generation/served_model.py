@@ -14,10 +14,10 @@ from swarm.client.threads.compute_lock import ComputeLock
 from swarm.common.warn_once import WarnOnce
 from swarm.generation.formats.response_format import GrammarCompiler
 from swarm.generation.formats.thinking import ThinkingSyntax, thinking_syntax
-from swarm.generation.formats.tool_syntax import ToolSyntax, tool_syntax
+from swarm.generation.formats.tool_calls import ToolSyntax, tool_syntax
 from swarm.models.tokenizers.chat_template import template_text
 from swarm.models.tokenizers.end_token import add_end_token
-from swarm.models.tokenizers.prompt_process import PromptMaker, PromptProcess, TokenizerPrompts
+from swarm.models.tokenizers.prompt_process import PromptProcess
 from swarm.models.tokenizers.tokenizer import load_tokenizer
 
 logger = logging.getLogger(__name__)
@@ -33,7 +33,7 @@ class ServedModel:
     Attributes:
         name: what clients call it.
         model: the distributed model.
-        prompt_maker: makes tokens of conversations and texts; None for this process, with `tokenizer`.
+        prompts: makes tokens of conversations and texts.
         compute_lock: lets one sequence at a time compute its local part.
         created: Unix time.
     """
@@ -41,7 +41,7 @@ class ServedModel:
     name: str
     model: Any
     tokenizer: Any
-    prompt_maker: PromptMaker | None = None
+    prompts: PromptProcess
     compute_lock: ComputeLock = field(default_factory=ComputeLock)
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -78,11 +78,6 @@ class ServedModel:
         """Leave the swarm, and end the process that makes prompts."""
         self.model.swarm.close()
         self.prompts.close()
-
-    @cached_property
-    def prompts(self) -> PromptMaker:
-        """Makes tokens of conversations and texts."""
-        return self.prompt_maker or TokenizerPrompts(self.tokenizer)
 
     @property
     def context_length(self) -> int:

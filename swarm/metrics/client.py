@@ -7,8 +7,7 @@ from typing import Any
 
 from prometheus_client import Counter, Histogram
 
-from swarm.metrics.instruments import ANSWER_BUCKETS_S, OTHER, error_label
-from swarm.metrics.registry import Registry
+from swarm.metrics.registry import ANSWER_BUCKETS_S, OTHER, Registry, error_label
 
 BAN_REASONS: Mapping[str, str] = {
     "could not be reached": "unreachable",

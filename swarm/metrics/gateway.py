@@ -7,8 +7,7 @@ from contextlib import contextmanager
 
 from prometheus_client import Counter, Gauge, Histogram
 
-from swarm.metrics.instruments import ANSWER_BUCKETS_S, OTHER, STEP_BUCKETS_S, label_or_other
-from swarm.metrics.registry import Registry
+from swarm.metrics.registry import ANSWER_BUCKETS_S, OTHER, STEP_BUCKETS_S, Registry, label_or_other
 
 ENDPOINTS = frozenset(
     {
@@ -87,8 +86,6 @@ class GatewayMetrics:
         self._disconnects = Counter(
             "swarm_gateway_disconnects_total", "Clients that left before their answer was whole.", registry=registry
         )
-        self._received = Counter("swarm_gateway_received_bytes_total", "Bytes of request bodies.", registry=registry)
-        self._sent = Counter("swarm_gateway_sent_bytes_total", "Bytes of answers' bodies.", registry=registry)
 
     def track_admission(self, running: Callable[[], int], waiting: Callable[[], int]) -> None:
         """Register the functions that count running and waiting requests; they are called when metrics are read."""
@@ -129,14 +126,6 @@ class GatewayMetrics:
     def client_disconnected(self) -> None:
         """Count a client that disconnected before its answer was complete."""
         self._disconnects.inc()
-
-    def body_received(self, size: int) -> None:
-        """Count the bytes of a request's body."""
-        self._received.inc(size)
-
-    def body_sent(self, size: int) -> None:
-        """Count the bytes of a response's body."""
-        self._sent.inc(size)
 
     @contextmanager
     def track_stream(self) -> Iterator[None]:

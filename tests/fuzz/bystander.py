@@ -17,8 +17,7 @@ import uvloop
 from transformers import StoppingCriteria, StoppingCriteriaList
 
 from swarm.client.routes.events import PeerAvoided
-from swarm.metrics.event_loop import EventLoopMetrics
-from swarm.metrics.registry import Registry, encode_metrics
+from swarm.metrics.registry import EventLoopMetrics, Registry, encode_metrics
 from tests.disturbances import demo_prompt, demo_text, greedy
 from tests.server_process import prepare
 from tests.swarms import FORKS, STOP_TIMEOUT, TestSwarm, run_client

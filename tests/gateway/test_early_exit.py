@@ -90,14 +90,10 @@ def streamed(gateway: GatewayProcess, asked: dict[str, Any]) -> Iterator[dict[st
                 yield json.loads(line.removeprefix("data: "))
 
 
-@pytest.mark.parametrize(
-    ("settings", "exit_options"),
-    [
-        *((settings, ALWAYS) for settings in SETTINGS),
-        (SETTINGS[1], {"threshold": 0.3}),
-        (SETTINGS[2], {"confidence": "similarity", "threshold": 0.5}),
-    ],
-)
+EXITS = [ALWAYS, {"threshold": 0.3}, {"confidence": "similarity", "threshold": 0.5}]
+
+
+@pytest.mark.parametrize(("settings", "exit_options"), list(zip(SETTINGS, [*EXITS, ALWAYS, ALWAYS], strict=True)))
 def test_verified_answers_are_those_without_exits(client, settings, exit_options):
     plain, early = ask(client, **settings), ask(client, exit_options, **settings)
     assert [choice.message.content for choice in early.choices] == [choice.message.content for choice in plain.choices]

@@ -11,14 +11,15 @@ from typing import Any
 import pytest
 
 from swarm.data_structures import Span
-from swarm.gateway.admission import api_keys
-from swarm.gateway.admission.api_keys import ApiKey, KeyFile, KeyLimits
+from swarm.gateway import api_keys
+from swarm.gateway.api_keys import ApiKey, KeyFile, KeyLimits
 from swarm.gateway.gateway_state import PREPARATION_THREADS, GatewayState
-from swarm.gateway.http.disconnect import ClientDisconnected
+from swarm.gateway.http.responses import ClientDisconnected
 from swarm.gateway.openai.api_errors import ServiceUnavailable
 from swarm.gateway.settings import GatewaySettings
 from swarm.generation.served_model import ServedModel
 from swarm.metrics.registry import new_registry
+from tests.models.tokenizers.prompts_here import prompts_here
 
 
 def service(looks: list[None], held: int, key_file: KeyFile | None = None) -> GatewayState:
@@ -28,7 +29,10 @@ def service(looks: list[None], held: int, key_file: KeyFile | None = None) -> Ga
 
     swarm = SimpleNamespace(add_listener=lambda listener: None, servers=servers, span=Span(0, 4), close=lambda: None)
     return GatewayState(
-        [ServedModel("m", SimpleNamespace(swarm=swarm), None)], GatewaySettings(), key_file, new_registry()
+        [ServedModel("m", SimpleNamespace(swarm=swarm), None, prompts_here(None))],
+        GatewaySettings(),
+        key_file,
+        new_registry(),
     )
 
 

@@ -167,35 +167,35 @@ def test_completions(client, local):
     assert len(offsets) == 8
 
 
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("new", [0, 1])
-def test_log_probabilities_of_a_prompt_are_the_local_models(client, local_scores, new, stream):
+def test_log_probabilities_of_a_prompt_are_the_local_models(client, local_scores):
     """As lm_eval asks for them: multiple choice with one new token, and perplexity with tokens instead of a text."""
-    tokenizer = load_tokenizer(DEMO_FOLDER)
-    prompts = [tokenizer(text)["input_ids"] for text in (PROMPT + ", a wolf. " * 40, "The king")]
-    asked = client.completions.create(
-        model=MODEL, prompt=prompts, max_tokens=new, temperature=0, logprobs=2, echo=True, stream=stream
-    )
-    texts, found = ["", ""], [[], []]
-    for part in asked if stream else [asked]:
-        for choice in part.choices:
-            texts[choice.index] += choice.text
-            if choice.logprobs:
-                read = choice.logprobs
-                found[choice.index] += zip(
-                    read.tokens, read.token_logprobs, read.top_logprobs, read.text_offset, strict=True
-                )
-    for prompt, text, read in zip(prompts, texts, found, strict=True):
-        scores = local_scores(prompt)
-        assert text.startswith(tokenizer.decode(prompt))
-        assert len(read) == len(prompt) + new
-        assert read[0][1:3] == (None, None)
-        for token, (shown, logprob, top, offset), row in zip(prompt[1:], read[1:], scores, strict=False):
-            assert logprob == pytest.approx(float(row[token]), abs=1e-3)
-            assert text[offset:].startswith(shown)
-            assert top[shown] == logprob
-            assert max(top.values()) == pytest.approx(float(row.max()), abs=1e-3)
-            assert 2 <= len(top) <= 3
+    for new in [0, 1]:
+        for stream in [False, True]:
+            tokenizer = load_tokenizer(DEMO_FOLDER)
+            prompts = [tokenizer(text)["input_ids"] for text in (PROMPT + ", a wolf. " * 40, "The king")]
+            asked = client.completions.create(
+                model=MODEL, prompt=prompts, max_tokens=new, temperature=0, logprobs=2, echo=True, stream=stream
+            )
+            texts, found = ["", ""], [[], []]
+            for part in asked if stream else [asked]:
+                for choice in part.choices:
+                    texts[choice.index] += choice.text
+                    if choice.logprobs:
+                        read = choice.logprobs
+                        found[choice.index] += zip(
+                            read.tokens, read.token_logprobs, read.top_logprobs, read.text_offset, strict=True
+                        )
+            for prompt, text, read in zip(prompts, texts, found, strict=True):
+                scores = local_scores(prompt)
+                assert text.startswith(tokenizer.decode(prompt))
+                assert len(read) == len(prompt) + new
+                assert read[0][1:3] == (None, None)
+                for token, (shown, logprob, top, offset), row in zip(prompt[1:], read[1:], scores, strict=False):
+                    assert logprob == pytest.approx(float(row[token]), abs=1e-3)
+                    assert text[offset:].startswith(shown)
+                    assert top[shown] == logprob
+                    assert max(top.values()) == pytest.approx(float(row.max()), abs=1e-3)
+                    assert 2 <= len(top) <= 3
 
 
 def test_tokens_of_texts(gateway, client):

@@ -105,15 +105,16 @@ def test_the_answer_of_a_tool_goes_into_the_conversation(client):
     assert reply.finish_reason == "stop"
 
 
-@pytest.mark.parametrize(
-    ("word", "options"),
-    [("unknown?", {"tools": [WEATHER]}), ("weather?", {}), ("weather?", {"tools": [WEATHER], "tool_choice": "none"})],
-)
-def test_a_call_of_a_tool_that_was_not_offered_is_text(client, word, options):
-    (choice,) = ask(client, word, **options).choices
-    assert choice.message.tool_calls is None
-    assert choice.message.content == SCRIPTS[word]
-    assert choice.finish_reason == "stop"
+def test_a_call_of_a_tool_that_was_not_offered_is_text(client):
+    for word, options in [
+        ("unknown?", {"tools": [WEATHER]}),
+        ("weather?", {}),
+        ("weather?", {"tools": [WEATHER], "tool_choice": "none"}),
+    ]:
+        (choice,) = ask(client, word, **options).choices
+        assert choice.message.tool_calls is None
+        assert choice.message.content == SCRIPTS[word]
+        assert choice.finish_reason == "stop"
 
 
 def test_a_single_call_is_the_end_of_the_answer(client):
@@ -122,12 +123,12 @@ def test_a_single_call_is_the_end_of_the_answer(client):
     assert (choice.message.content, choice.finish_reason) == ("I shall look.", "tool_calls")
 
 
-@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
-def test_a_call_can_be_forced(client, choice):
-    (reply,) = ask(client, "json?", tools=[WEATHER], tool_choice=choice, seed=3, max_tokens=400).choices
-    ((name, arguments),) = called(reply.message.tool_calls)
-    assert name == "weather"
-    assert isinstance(arguments["city"], str)
+def test_a_call_can_be_forced(client):
+    for choice in ["required", {"type": "function", "function": {"name": "weather"}}]:
+        (reply,) = ask(client, "json?", tools=[WEATHER], tool_choice=choice, seed=3, max_tokens=400).choices
+        ((name, arguments),) = called(reply.message.tool_calls)
+        assert name == "weather"
+        assert isinstance(arguments["city"], str)
 
 
 def test_a_forced_call_that_is_cut_off_is_no_text(client):
@@ -153,20 +154,19 @@ def test_a_model_that_knows_stories_alone_writes_what_the_schema_asks_for(demo, 
     assert reply.choices[0].finish_reason == "stop"
 
 
-@pytest.mark.parametrize(
-    ("options", "param"),
-    [
+def test_forms_that_cannot_be(client):
+    for options, param in [
         ({"response_format": {"type": "xml"}}, "response_format"),
-        ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": 7}}}},
-         "response_format"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": 7}}}},
+            "response_format",
+        ),
         ({"tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "nobody"}}}, "tool_choice"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
-    ],
-)  # fmt: skip
-def test_forms_that_cannot_be(client, options, param):
-    with pytest.raises(openai.BadRequestError) as caught:
-        ask(client, "json?", **options)
-    assert caught.value.param == param
+    ]:
+        with pytest.raises(openai.BadRequestError) as caught:
+            ask(client, "json?", **options)
+        assert caught.value.param == param
 
 
 def test_thoughts_are_apart_from_the_answer(client):

@@ -8,9 +8,7 @@ from typing import Any
 
 import pytest
 
-from swarm.generation.exit_counts import ExitCounts
-from swarm.generation.sampling import SamplingOptions
-from swarm.generation.sequence_generation import SequenceEvent
+from swarm.generation.sequence_generation import ExitCounts, SequenceEvent
 from swarm.generation.sequence_group import SequenceGroup
 from swarm.generation.sequence_request import SequenceRequest
 from swarm.metrics.gateway import GatewayMetrics
@@ -46,7 +44,7 @@ def make_group(monkeypatch):
 
     def make(*prompts: int) -> SequenceGroup:
         served: Any = SimpleNamespace(name="m")
-        requests = [SequenceRequest([prompt], 1, SamplingOptions()) for prompt in prompts]
+        requests = [SequenceRequest(prompt=[prompt], limit=1) for prompt in prompts]
         return SequenceGroup(served, requests, 1, 0.0, GatewayMetrics(new_registry()))
 
     return make

@@ -10,11 +10,12 @@ import pytest
 from swarm.generation.errors import InvalidGenerationRequest
 from swarm.generation.formats.response_format import AnswerForm, GrammarCompiler
 from swarm.generation.formats.thinking import ConstraintBehindThoughts, thinking_syntax
-from swarm.generation.prompts import ROOM_LEFT, GenerationOptions, chat_sequences, completion_sequences
+from swarm.generation.prompts import chat_sequences, completion_sequences
+from swarm.generation.sequence_request import ROOM_LEFT, SequenceRequest
 from swarm.models.checkpoints.checkpoint import DEMO_FOLDER
 from swarm.models.tokenizers.chat_template import TemplateOptions
-from swarm.models.tokenizers.prompt_process import TokenizerPrompts
 from swarm.models.tokenizers.tokenizer import load_tokenizer
+from tests.models.tokenizers.prompts_here import prompts_here
 
 CONTEXT = 64
 HELLO = [{"role": "user", "content": "Hi"}]
@@ -34,7 +35,7 @@ def serve(template: str, has_tokens: bool = True) -> Any:
     return SimpleNamespace(
         name="m",
         tokenizer=tokenizer,
-        prompts=TokenizerPrompts(tokenizer),
+        prompts=prompts_here(tokenizer),
         model=SimpleNamespace(generation_config=usual),
         context_length=CONTEXT,
         vocabulary_size=len(tokenizer),
@@ -46,26 +47,23 @@ def serve(template: str, has_tokens: bool = True) -> Any:
 
 
 def sequence(served: Any, template: TemplateOptions | None = None, messages: Any = HELLO, **options: Any) -> Any:
-    (made,) = chat_sequences(served, messages, GenerationOptions(separate_thoughts=True, **options), template=template)
+    (made,) = chat_sequences(served, messages, SequenceRequest(separate_thoughts=True, **options), template=template)
     return made
 
 
-@pytest.mark.parametrize(
-    ("template", "options", "said", "expected"),
-    [
+def test_where_the_thoughts_of_an_answer_are():
+    for template, options, said, expected in [
         (HYBRID, None, "<think>a</think>b", ("a", "b")),
         (HYBRID, None, "b", ("", "b")),
         (HYBRID, OFF, "b", ("", "b")),
         (FORCED, None, "a</think>b", ("a", "b")),
         (FORCED, CONTINUED, "b</think>c", ("", "b</think>c")),
-    ],
-)
-def test_where_the_thoughts_of_an_answer_are(template, options, said, expected):
-    messages = [*HELLO, {"role": "assistant", "content": "Well,"}] if options is CONTINUED else HELLO
-    parser = sequence(serve(template), options, messages).thinking
-    thought, content = parser.feed(said)
-    more_thought, more = parser.finish()
-    assert (thought + more_thought, content + more) == expected
+    ]:
+        messages = [*HELLO, {"role": "assistant", "content": "Well,"}] if options is CONTINUED else HELLO
+        parser = sequence(serve(template), options, messages).thinking
+        thought, content = parser.feed(said)
+        more_thought, more = parser.finish()
+        assert (thought + more_thought, content + more) == expected
 
 
 def test_a_thought_that_is_continued():
@@ -75,18 +73,16 @@ def test_a_thought_that_is_continued():
 
 def test_models_and_chats_without_thoughts():
     assert sequence(serve(MESSAGES)).thinking is None
-    (plain,) = chat_sequences(serve(HYBRID), HELLO, GenerationOptions())
+    (plain,) = chat_sequences(serve(HYBRID), HELLO, SequenceRequest())
     assert plain.thinking is None
 
 
 FORM = AnswerForm({"type": "json_object"})
 
 
-@pytest.mark.parametrize(
-    ("template", "options", "thinks"), [(HYBRID, None, True), (HYBRID, OFF, False), (FORCED, None, True)]
-)
-def test_a_form_is_that_of_what_follows_the_thoughts(template, options, thinks):
-    assert isinstance(sequence(serve(template), options, form=FORM).constraint, ConstraintBehindThoughts) is thinks
+def test_a_form_is_that_of_what_follows_the_thoughts():
+    for template, options, thinks in [(HYBRID, None, True), (HYBRID, OFF, False), (FORCED, None, True)]:
+        assert isinstance(sequence(serve(template), options, form=FORM).constraint, ConstraintBehindThoughts) is thinks
 
 
 def test_a_thought_whose_end_cannot_be_told_goes_with_no_form():
@@ -94,35 +90,32 @@ def test_a_thought_whose_end_cannot_be_told_goes_with_no_form():
         sequence(serve(FORCED, has_tokens=False), form=FORM)
 
 
-@pytest.mark.parametrize(
-    ("keep", "max_tokens", "kept", "left"),
-    [
+def test_the_end_of_a_longer_prompt_is_kept():
+    for keep, max_tokens, kept, left in [
         (10, 4, 10, 4),
         (-1, 4, CONTEXT - 4, 4),
         (-1, None, CONTEXT - 1, 1),
         (10, ROOM_LEFT, 10, CONTEXT - 10),
         (99, 4, 50, 4),
-    ],
-)
-def test_the_end_of_a_longer_prompt_is_kept(keep, max_tokens, kept, left):
-    prompt = [5 + n for n in range(100 if keep != 99 else 50)]
-    options = GenerationOptions(prompt_tokens=keep, max_tokens=max_tokens)
-    (made,) = completion_sequences(serve(MESSAGES), [prompt], options)
-    assert list(made.prompt) == prompt[-kept:]
-    assert made.max_tokens == left
+    ]:
+        prompt = [5 + n for n in range(100 if keep != 99 else 50)]
+        options = SequenceRequest(prompt_tokens=keep, max_tokens=max_tokens)
+        (made,) = completion_sequences(serve(MESSAGES), [prompt], options)
+        assert list(made.prompt) == prompt[-kept:]
+        assert made.limit == left
 
 
 def test_a_prompt_as_long_as_the_context_may_have_no_new_token():
-    (made,) = completion_sequences(serve(MESSAGES), [[5] * CONTEXT], GenerationOptions(max_tokens=0))
-    assert made.max_tokens == 0
+    (made,) = completion_sequences(serve(MESSAGES), [[5] * CONTEXT], SequenceRequest(max_tokens=0))
+    assert made.limit == 0
     for tokens, limit in ((CONTEXT, 1), (CONTEXT, None), (CONTEXT + 1, 0)):
         with pytest.raises(InvalidGenerationRequest, match="maximum context length is 64 tokens"):
-            completion_sequences(serve(MESSAGES), [[5] * tokens], GenerationOptions(max_tokens=limit))
+            completion_sequences(serve(MESSAGES), [[5] * tokens], SequenceRequest(max_tokens=limit))
 
 
 def test_stop_tokens_are_the_models():
-    (made,) = completion_sequences(serve(MESSAGES), ["Once"], GenerationOptions(end_tokens=[7]))
-    assert made.end_tokens == {7}
+    (made,) = completion_sequences(serve(MESSAGES), ["Once"], SequenceRequest(end_tokens=[7]))
+    assert made.end_tokens == [7]
     with pytest.raises(InvalidGenerationRequest) as caught:
-        completion_sequences(serve(MESSAGES), ["Once"], GenerationOptions(end_tokens=[99_999]))
+        completion_sequences(serve(MESSAGES), ["Once"], SequenceRequest(end_tokens=[99_999]))
     assert caught.value.parameter == "stop_token_ids"

@@ -6,14 +6,16 @@ import asyncio
 
 import pytest
 
-from swarm.client.routes.events import BlocksMissing
+from swarm.client.routes.events import BlocksMissing, HopLost, PeerAvoided, Recovered, Replayed, RouteTaken
+from swarm.data_structures import Hop, Route, Span
 from swarm.generation.errors import GenerationCrashed
 from swarm.generation.formats.tool_calls import ToolCall
 from swarm.generation.sampling import SampledToken
 from swarm.generation.sequence_generation import SequenceEnd, SequenceProvisional
-from swarm.generation.sequence_group import MAX_PARALLEL, merge_deltas
+from swarm.generation.sequence_group import MAX_PARALLEL, merge_deltas, route_detail
 from swarm.generation.sequence_output import SequenceDelta
 from tests.generation.fake_generation import make_group
+from tests.infos import server_info
 
 __all__ = ["make_group"]
 
@@ -107,3 +109,22 @@ def test_a_sequence_that_cannot_be_started_later_ends_the_request(make_group):
                     pass
 
     asyncio.run(work())
+
+
+ROUTE = Route((Hop(server_info(0, 4, "abcdefgh", name="ann"), Span(0, 4)),))
+
+
+def test_details():
+    for event, told in [
+        (RouteTaken(ROUTE), {"kind": "route", "hops": [{"blocks": "0:4", "peer": "…cdefgh", "name": "ann"}]}),
+        (
+            HopLost("abcdefgh", Span(0, 4), "peer_lost"),
+            {"kind": "lost", "peer": "…cdefgh", "blocks": "0:4", "reason": "peer_lost"},
+        ),
+        (BlocksMissing((0, 1, 5)), {"kind": "missing", "blocks": "0:2, 5:6"}),
+        (Recovered(0.06789), {"kind": "recovered", "seconds": 0.068}),
+        (Replayed(Span(0, 4), 9), None),
+        (PeerAvoided("a", "fault", 1.0), None),
+        (SequenceDelta("a"), None),
+    ]:
+        assert route_detail(event) == told

@@ -6,9 +6,8 @@ from dataclasses import dataclass
 
 from swarm.metrics.client import ClientMetrics
 from swarm.metrics.dht import BootstrapMetrics
-from swarm.metrics.event_loop import EventLoopMetrics
 from swarm.metrics.gateway import GatewayMetrics
-from swarm.metrics.registry import new_registry
+from swarm.metrics.registry import EventLoopMetrics, new_registry
 from swarm.metrics.server import ServerMetrics
 
 SUFFIXES = {"counter": ("",), "gauge": ("",), "histogram": ("_bucket", "_count", "_sum")}

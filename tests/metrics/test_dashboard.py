@@ -57,21 +57,21 @@ def test_names_are_found_in_queries() -> None:
     assert labels(query) == {"le", "kind", "x", "z"}
 
 
-@pytest.mark.parametrize("query", queries())
-def test_what_is_asked_for_exists(query: str, known: dict[str, set[str]]) -> None:
-    asked = names(query)
-    assert asked
-    assert asked <= known.keys()
-    assert labels(query) <= set().union(EVERYWHERE, *(known[name] for name in asked))
-    assert query.count("(") == query.count(")")
+def test_what_is_asked_for_exists(known: dict[str, set[str]]) -> None:
+    for query in queries():
+        asked = names(query)
+        assert asked, query
+        assert asked <= known.keys(), query
+        assert labels(query) <= set().union(EVERYWHERE, *(known[name] for name in asked)), query
+        assert query.count("(") == query.count(")"), query
 
 
-@pytest.mark.parametrize("query", queries())
-def test_counters_are_asked_for_their_rate(query: str) -> None:
+def test_counters_are_asked_for_their_rate() -> None:
     """What they have reached since some start says nothing."""
-    for name in names(query):
-        if name.endswith(("_total", "_bucket", "_sum", "_count")):
-            assert re.search(rf"(?:rate|increase)\({name}(?:\{{[^}}]*\}})?\[", query), name
+    for query in queries():
+        for name in names(query):
+            if name.endswith(("_total", "_bucket", "_sum", "_count")):
+                assert re.search(rf"(?:rate|increase)\({name}(?:\{{[^}}]*\}})?\[", query), query
 
 
 def test_quantiles_keep_their_buckets() -> None:
@@ -86,11 +86,7 @@ def test_every_subject_is_on_the_dashboard() -> None:
     left_out = {one.name for one in declared() if not shown & set(one.samples)}
     assert left_out == {
         "swarm_build_info",
-        "swarm_gateway_received_bytes_total",
         "swarm_gateway_request_seconds",
-        "swarm_gateway_sent_bytes_total",
-        "swarm_server_adapters_kept",
-        "swarm_server_messages_total",
     }
 
 

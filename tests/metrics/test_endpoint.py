@@ -47,33 +47,30 @@ def ask(one: MetricsEndpoint, path: str = "/metrics") -> tuple[int, str]:
             return error.code, error.read().decode()
 
 
-@pytest.mark.parametrize("path", ["/metrics", "/metrics?name[]=up"])
-def test_prometheus_reads_it(served: MetricsEndpoint, path: str) -> None:
-    status, body = ask(served, path)
-    assert status == 200
-    assert value(parse(body), "swarm_server_sessions_opened_total") == 1
-    assert served.url == f"http://127.0.0.1:{served.address.port}/metrics"
+def test_prometheus_reads_it(served: MetricsEndpoint) -> None:
+    for path in ["/metrics", "/metrics?name[]=up"]:
+        status, body = ask(served, path)
+        assert status == 200
+        assert value(parse(body), "swarm_server_sessions_opened_total") == 1
+        assert served.url == f"http://127.0.0.1:{served.address.port}/metrics"
 
 
-@pytest.mark.parametrize("path", ["/", "/metrics/", "/metrics2", "/../metrics", "/favicon.ico"])
-def test_nothing_else_is_there(served: MetricsEndpoint, path: str) -> None:
-    assert ask(served, path) == (404, "Not found. This endpoint serves /metrics only.\n")
+def test_nothing_else_is_there(served: MetricsEndpoint) -> None:
+    for path in ["/", "/metrics/", "/metrics2", "/../metrics", "/favicon.ico"]:
+        assert ask(served, path) == (404, "Not found. This endpoint serves /metrics only.\n")
 
 
-@pytest.mark.parametrize(
-    ("sent", "status"),
-    [
+def test_bad_requests_have_an_answer(served: MetricsEndpoint) -> None:
+    for sent, status in [
         (b"POST /metrics HTTP/1.1\r\nContent-Length: 0\r\n\r\n", b"501"),
         (b"GET /" + b"x" * 70_000 + b" HTTP/1.1\r\n\r\n", b"414"),
         (b"GET /metrics HTTP/1.1\r\n" + b"X: y\r\n" * 200 + b"\r\n", b"431"),
         (b"\x00\xff garbage\r\n\r\n", b"400"),
-    ],
-)
-def test_bad_requests_have_an_answer(served: MetricsEndpoint, sent: bytes, status: bytes) -> None:
-    with connect(served) as client:
-        client.sendall(sent)
-        assert status in client.recv(1000).partition(b"\r\n")[0]
-    assert ask(served)[0] == 200
+    ]:
+        with connect(served) as client:
+            client.sendall(sent)
+            assert status in client.recv(1000).partition(b"\r\n")[0]
+        assert ask(served)[0] == 200
 
 
 def test_silent_connections_are_ended_and_no_more_than_some_are_kept(
@@ -133,26 +130,32 @@ def test_a_port_is_free_again_at_once() -> None:
     second.close()
 
 
-@pytest.mark.parametrize(
-    ("text", "host", "port"),
-    [
+def test_addresses() -> None:
+    for text, host, port in [
         ("9100", "127.0.0.1", 9100),
         ("0", "127.0.0.1", 0),
         ("0.0.0.0:9100", "0.0.0.0", 9100),
         ("localhost:9100", "127.0.0.1", 9100),
         ("[::1]:9100", "::1", 9100),
-    ],
-)
-def test_addresses(text: str, host: str, port: int) -> None:
-    assert MetricsAddress.parse(text) == MetricsAddress(host, port)
+    ]:
+        assert MetricsAddress.parse(text) == MetricsAddress(host, port)
 
 
-@pytest.mark.parametrize(
-    "text", ["", "x", "-1", "65536", "1.2.3.4", ":9100", "example.org:9100", "1.2.3.4:", "::1:x", "1.2.3.4:９１００"]
-)
-def test_bad_addresses(text: str) -> None:
-    with pytest.raises(InvalidOption, match=r"--metrics .*: use PORT .* or an IP address and a port"):
-        MetricsAddress.parse(text)
+def test_bad_addresses() -> None:
+    for text in [
+        "",
+        "x",
+        "-1",
+        "65536",
+        "1.2.3.4",
+        ":9100",
+        "example.org:9100",
+        "1.2.3.4:",
+        "::1:x",
+        "1.2.3.4:９１００",
+    ]:
+        with pytest.raises(InvalidOption, match=r"--metrics .*: use PORT .* or an IP address and a port"):
+            MetricsAddress.parse(text)
 
 
 def test_an_address_of_version_6_has_brackets() -> None:

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import platform
 
 import psutil
+import pytest
 
 from swarm.common.version import VERSION
-from swarm.metrics.client import ClientMetrics
-from swarm.metrics.event_loop import EventLoopMetrics
-from swarm.metrics.gateway import GatewayMetrics
-from swarm.metrics.registry import Registry, encode_metrics, new_registry
+from swarm.metrics.registry import PERIOD_S, EventLoopMetrics, Registry, encode_metrics, new_registry
 from swarm.metrics.server import ServerMetrics
-from tests.metrics.readings import parse, value
+from tests import virtual_time
+from tests.metrics.readings import Readings, parse, value
 
 
 def test_a_process_tells_its_version_and_what_it_takes() -> None:
@@ -27,13 +27,6 @@ def test_a_process_tells_its_version_and_what_it_takes() -> None:
     assert resident / 2 < told < resident * 2
 
 
-def test_all_instruments_fit_into_one_registry() -> None:
-    registry = new_registry()
-    for metrics in (EventLoopMetrics, ServerMetrics, ClientMetrics, GatewayMetrics):
-        metrics(registry)
-    assert b"swarm_server_tokens_total" in encode_metrics(registry)[0]
-
-
 def test_registries_know_nothing_of_each_other() -> None:
     first, second = Registry(), Registry()
     ServerMetrics(first).session_opened()
@@ -44,7 +37,38 @@ def test_registries_know_nothing_of_each_other() -> None:
     assert counts == [1, 0]
 
 
-def test_nothing_tells_when_it_was_made() -> None:
-    registry = Registry()
-    ClientMetrics(registry)
-    assert b"_created" not in encode_metrics(registry)[0]
+def read(registry: Registry) -> Readings:
+    return parse(encode_metrics(registry)[0].decode())
+
+
+def test_what_blocks_the_loop_is_its_lag() -> None:
+    async def scenario() -> None:
+        registry, loop = Registry(), asyncio.get_running_loop()
+        assert isinstance(loop, virtual_time.VirtualLoop)
+        task = loop.create_task(EventLoopMetrics(registry).run())
+        await asyncio.sleep(10.5 * PERIOD_S)
+        before = read(registry)
+        assert value(before, "swarm_loop_lag_seconds_count") == 10
+        assert value(before, "swarm_loop_lag_seconds_sum") == pytest.approx(0)
+        loop._jumping.now += 3.0
+        await asyncio.sleep(PERIOD_S / 4)
+        task.cancel()
+        after = read(registry)
+        assert value(after, "swarm_loop_lag_seconds_bucket", le="2.0") == 10
+        assert value(after, "swarm_loop_lag_seconds_count") == 11
+        assert value(after, "swarm_loop_lag_seconds_sum") == pytest.approx(3.0 - PERIOD_S / 2)
+
+    virtual_time.run(scenario)
+
+
+def test_tasks_are_counted() -> None:
+    async def scenario() -> None:
+        registry = Registry()
+        tasks = [asyncio.create_task(EventLoopMetrics(registry).run())]
+        tasks += [asyncio.create_task(asyncio.sleep(100)) for _ in range(5)]
+        await asyncio.sleep(2 * PERIOD_S)
+        assert value(read(registry), "swarm_loop_tasks") == len(tasks) + 1
+        for task in tasks:
+            task.cancel()
+
+    virtual_time.run(scenario)

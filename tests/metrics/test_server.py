@@ -36,10 +36,10 @@ def happenings() -> list[str]:
     return [name for name, _ in inspect.getmembers(ServerObserver, inspect.isfunction) if not name.startswith("_")]
 
 
-@pytest.mark.parametrize("name", happenings())
-def test_whatever_an_observer_is_told_is_counted(name: str) -> None:
-    assert name in vars(ServerMetrics)
-    assert inspect.signature(getattr(ServerMetrics, name)) == inspect.signature(getattr(ServerObserver, name))
+def test_whatever_an_observer_is_told_is_counted() -> None:
+    for name in happenings():
+        assert name in vars(ServerMetrics)
+        assert inspect.signature(getattr(ServerMetrics, name)) == inspect.signature(getattr(ServerObserver, name))
 
 
 def test_an_iteration_of_several_requests(counted: Counted) -> None:
@@ -62,13 +62,12 @@ def test_tokens_that_left(counted: Counted) -> None:
 
 def test_a_step_with_its_push(counted: Counted) -> None:
     metrics = counted.metrics
-    metrics.message_received("StepRequest", 4096)
+    metrics.message_received(4096)
     metrics.request_started(0.004)
     metrics.request_finished("decode", 0.006)
     metrics.output_pushed(4000, arrived=True)
     metrics.payload_sent(4000)
     metrics.output_pushed(4000, arrived=False)
-    assert counted.value("messages_total", type="StepRequest") == 1
     assert counted.value("received_bytes_total") == 4096
     assert counted.value("queue_seconds_sum") == 0.004
     assert counted.value("step_seconds_count", kind="decode") == 1
@@ -83,13 +82,12 @@ def test_sessions_and_adapters(counted: Counted) -> None:
     metrics.session_opened()
     metrics.session_totals(1, 300, 16384)
     metrics.session_closed("expired")
-    metrics.adapter_totals(4, 5000)
+    metrics.adapter_total(5000)
     assert counted.value("sessions_opened_total") == 1
     assert counted.value("sessions_open") == 1
     assert counted.value("cache_used_tokens") == 300
     assert counted.value("cache_capacity_tokens") == 16384
     assert counted.value("sessions_closed_total", reason="expired") == 1
-    assert counted.value("adapters_kept") == 4
     assert counted.value("adapter_bytes") == 5000
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from swarm.data_structures import ModelInfo, ServerInfo
-from swarm.monitor.dht_source import PollResult
+from swarm.monitor.swarm_poller import PollResult
 from swarm.monitor.swarm_view import AnnouncedModel
 
 

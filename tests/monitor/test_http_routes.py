@@ -60,11 +60,11 @@ def test_the_history_as_json(monitor: Monitor) -> None:
     assert httpx.get(f"{monitor.url}api/v1/history?model=org/other").json()["models"] == {}
 
 
-@pytest.mark.parametrize("hours", ["0", "-1", "25", "nan", "inf", "many", ""])
-def test_nonsense_instead_of_hours(monitor: Monitor, hours: str) -> None:
-    reply = httpx.get(f"{monitor.url}api/v1/history", params={"hours": hours})
-    assert reply.status_code == 400
-    assert reply.json()["error"]["message"] == "hours must be a number above 0 and at most 24"
+def test_nonsense_instead_of_hours(monitor: Monitor) -> None:
+    for hours in ["0", "-1", "25", "nan", "inf", "many", ""]:
+        reply = httpx.get(f"{monitor.url}api/v1/history", params={"hours": hours})
+        assert reply.status_code == 400
+        assert reply.json()["error"]["message"] == "hours must be a number above 0 and at most 24"
 
 
 def events(reply: httpx.Response) -> Iterator[str]:

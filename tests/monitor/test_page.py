@@ -10,9 +10,8 @@ import pytest
 from playwright.sync_api import Browser, Page, expect
 
 from swarm.data_structures import ServerState
-from swarm.monitor.dht_source import PollResult
 from swarm.monitor.history import POINT_INTERVAL_S, SwarmHistory
-from swarm.monitor.swarm_poller import build_swarm_view
+from swarm.monitor.swarm_poller import PollResult, build_swarm_view
 from tests.browser import open_page, picture
 from tests.infos import server_info
 from tests.monitor.serving import Monitor, serve

@@ -4,13 +4,11 @@ import shlex
 import statistics
 
 import msgspec
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from swarm.data_structures import Mobility, ModelInfo, ServerState
-from swarm.monitor.dht_source import PollResult
-from swarm.monitor.swarm_poller import build_swarm_view
+from swarm.monitor.swarm_poller import PollResult, build_swarm_view
 from swarm.monitor.swarm_view import (
     MAX_SERVERS,
     MAX_TEXT_LENGTH,
@@ -127,9 +125,8 @@ def test_what_is_coming_is_said_of_what_is_missing():
     assert gap.command == "swarm server org/model --blocks 1:4 --initial-peers ADDRESS"
 
 
-@pytest.mark.parametrize(
-    ("model", "expected"),
-    [
+def test_commands_are_safe_to_copy():
+    for model, expected in [
         ("org/model-7b", "swarm server org/model-7b --blocks 1:3 --initial-peers /a /b"),
         ("swarm-demo", "swarm server --blocks 1:3 --initial-peers /a /b"),
         ("my_folder.v2", "swarm server path/to/my_folder.v2 --blocks 1:3 --initial-peers /a /b"),
@@ -142,10 +139,8 @@ def test_what_is_coming_is_said_of_what_is_missing():
         ("a/b/c", None),
         ("modèle", None),
         ("", None),
-    ],
-)
-def test_commands_are_safe_to_copy(model, expected):
-    assert serve_command(model, 1, 3, ["/a", "/b"]) == expected
+    ]:
+        assert serve_command(model, 1, 3, ["/a", "/b"]) == expected
 
 
 @given(st.text(max_size=20))

@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swarm.data_structures import ServerState
-from swarm.monitor.dht_source import PollResult
-from swarm.monitor.swarm_poller import build_swarm_view
+from swarm.monitor.swarm_poller import PollResult, build_swarm_view
 from swarm.monitor.swarm_view import build_model_view
 from swarm.monitor.terminal_text import (
     BAR_CHARACTERS,

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 import swarm
 from swarm.cli.local_swarm import LOOPBACK, PeerProcess
-from swarm.common.processes.python_process import module_command
+from swarm.common.processes import module_command
 from swarm.errors import NotEnoughMemory, PairedWithAnother, PartitionError
 from swarm.ring.starter.handle import unpair
 from tests.ring.processes import WorkerProcess, know_speed

@@ -105,7 +105,6 @@ def test_a_session_from_open_to_close(model):
         assert server.value("iteration_tokens_sum") == 7
         assert server.value("iteration_seconds_sum") > 0
         assert server.value("queue_seconds_count") == 5
-        assert server.value("messages_total", type="StepRequest") == 5
         assert server.value("received_bytes_total") == 7 * TOKEN
         await server.until_value(7 * TOKEN, "sent_bytes_total")
         assert server.value("sessions_opened_total") == 1
@@ -150,7 +149,6 @@ def test_a_session_that_is_found_again_is_opened_once(model):
         client.stream.close()
         again = await server.client()
         assert (await again.ask(OPEN))[0] == messages.SessionOpened(1)
-        assert server.value("messages_total", type="OpenSession") == 2
         assert server.value("sessions_opened_total") == 1
 
     alone(model, act)
@@ -175,8 +173,7 @@ def test_training_and_adapters(model):
     async def act(server):
         client = await server.client()
         digests = await kept(client, make_adapter(model))
-        assert server.value("messages_total", type="PutAdapters") == 1
-        assert server.value("adapters_kept") == len(server.adapters) > 0
+        assert len(server.adapters) > 0
         assert server.value("adapter_bytes") == server.adapters.memory > 0
         reply, _ = await client.ask(changed(FORWARD, adapters=digests), bytes_of(3))
         assert isinstance(reply, messages.ForwardReply), reply
@@ -188,7 +185,7 @@ def test_training_and_adapters(model):
         assert server.value("iteration_sequences_sum") == 4
         server.now += ADAPTERS.seconds + 1
         server.adapters.expire()
-        assert server.value("adapters_kept") == 0
+        assert len(server.adapters) == 0
 
     alone(model, act)
 
@@ -200,7 +197,6 @@ def test_a_replay(model):
         replay = messages.ReplayRequest(5, [0], [4], STEP.format, STEP.dtype, None, False)
         reply, _ = await client.ask(replay, bytes_of(4))
         assert isinstance(reply, messages.ReplayReply), reply
-        assert server.value("messages_total", type="ReplayRequest") == 1
         assert server.value("tokens_total", kind="prefill") == 4
 
     alone(model, act)

@@ -25,12 +25,6 @@ KEY_VARIABLE = "SWARM_API_KEY"
 @console.membership_option
 @click.option("--url", help="Use a gateway, such as http://127.0.0.1:8000/v1, instead of joining the swarm.")
 @click.option("--key", envvar=KEY_VARIABLE, help=f"API key for the gateway.  [default: ${KEY_VARIABLE}]")
-@click.option(
-    "--exact/--no-exact",
-    default=True,
-    help="Use no server that computes with some neurons only (sparse). With --url the gateway decides.  "
-    "[default: exact]",
-)
 @console.digests_option
 @console.weights_from_option
 @click.option("--system", default="", help="System prompt: instructions for the model.")
@@ -55,7 +49,6 @@ def main(
     membership: str | None,
     url: str | None,
     key: str | None,
-    exact: bool,
     digests: Path | None,
     weights_from: str,
     system: str,
@@ -70,8 +63,7 @@ def main(
     else to standard error.
     """
     from swarm.cli.chat.conversation import AnswerOptions
-    from swarm.cli.chat.dialogue import Dialogue
-    from swarm.cli.chat.terminal import Terminal
+    from swarm.cli.chat.dialogue import Dialogue, Terminal
 
     signal.signal(signal.SIGTERM, _exit_on_signal)
     terminal = Terminal()
@@ -86,7 +78,7 @@ def main(
                 backend: ChatBackend = _gateway_backend(url, key, model)
             else:
                 peers = console.split_addresses(initial_peers)
-                backend = _swarm_backend(terminal.interactive, model, peers, membership, exact, digests, weights_from)
+                backend = _swarm_backend(terminal.interactive, model, peers, membership, digests, weights_from)
         try:
             options = AnswerOptions(temperature, max_tokens, seed, early_exit)
             Dialogue(backend, terminal, options, terminal.readable(system, "--system")).run()
@@ -105,7 +97,6 @@ def _swarm_backend(
     model: str | None,
     peers: tuple[str, ...],
     membership: str | None,
-    exact: bool,
     digests: Path | None,
     weights_from: str,
 ) -> ChatBackend:
@@ -124,7 +115,7 @@ def _swarm_backend(
     from swarm.transport.p2p import quiet_hivemind
 
     quiet_hivemind()
-    network = NetworkOptions(exact=exact, digests=digests)
+    network = NetworkOptions(digests=digests)
     return SwarmBackend(model, initial_peers=peers, membership=membership, network=network, weights_from=weights_from)
 
 

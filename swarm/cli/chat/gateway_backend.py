@@ -14,8 +14,15 @@ from collections.abc import Iterator, Sequence
 from typing import IO, Any
 from urllib.parse import urlsplit
 
-from swarm.cli.chat.conversation import AnswerOptions, ConversationMessage, OnPiece
-from swarm.cli.chat.reply_pieces import ChatFailed, read_chunk, read_detail, strip_controls
+from swarm.cli.chat.conversation import (
+    AnswerOptions,
+    ChatFailed,
+    ConversationMessage,
+    OnPiece,
+    read_chunk,
+    read_detail,
+    strip_controls,
+)
 from swarm.errors import InvalidOption
 
 GATEWAY_TIMEOUT_S = 180.0

@@ -8,14 +8,21 @@ from collections.abc import Sequence
 from contextlib import aclosing
 from typing import Any
 
-from swarm.cli.chat.conversation import AnswerOptions, ConversationMessage, OnPiece
-from swarm.cli.chat.reply_pieces import ReplyPiece, TextPiece, read_detail, strip_controls
+from swarm.cli.chat.conversation import (
+    AnswerOptions,
+    ConversationMessage,
+    OnPiece,
+    ReplyPiece,
+    TextPiece,
+    read_detail,
+    strip_controls,
+)
 from swarm.client.early_exit.options import EarlyExit
-from swarm.generation.prompts import GenerationOptions, chat_sequences
-from swarm.generation.route_details import route_detail
+from swarm.generation.prompts import chat_sequences
 from swarm.generation.sequence_generation import SequenceEvent
-from swarm.generation.sequence_group import SequenceGroup
+from swarm.generation.sequence_group import SequenceGroup, route_detail
 from swarm.generation.sequence_output import SequenceDelta
+from swarm.generation.sequence_request import SequenceRequest
 from swarm.generation.served_model import ServedModel
 
 
@@ -51,7 +58,7 @@ class SwarmBackend:
         sequences = chat_sequences(
             self._served,
             [{"role": message.role, "content": message.content} for message in messages],
-            GenerationOptions(
+            SequenceRequest(
                 temperature=options.temperature,
                 max_tokens=options.max_tokens,
                 seed=options.seed,

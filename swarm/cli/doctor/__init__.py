@@ -1,1 +1,1 @@
-"""What can be wrong with a machine that wants to take part, found out one by one, each with its remedy."""
+"""Checks of what can keep a machine from taking part, each with a remedy."""

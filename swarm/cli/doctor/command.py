@@ -51,8 +51,7 @@ def main(
     """
     import uvloop
 
-    from swarm.cli.doctor import report
-    from swarm.cli.doctor.verdicts import exit_code
+    from swarm.cli.doctor.verdicts import exit_code, format_finding, format_summary, to_json
     from swarm.membership.invite import read_invite
     from swarm.transport.addresses import parse_peers, validate_listen_addresses
     from swarm.transport.p2p import P2PConfig
@@ -68,10 +67,10 @@ def main(
         async for finding in _findings(model, joining, device, listen, cache_dir):
             findings.append(finding)
             if not as_json:
-                click.echo(_coloured_on_terminal(report.format_finding(finding)), color=True)
+                click.echo(_coloured_on_terminal(format_finding(finding)), color=True)
 
     uvloop.run(run_checks())
-    click.echo(report.to_json(findings) if as_json else report.format_summary(findings))
+    click.echo(to_json(findings) if as_json else format_summary(findings))
     sys.exit(exit_code(findings))
 
 

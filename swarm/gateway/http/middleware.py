@@ -112,7 +112,6 @@ class AccessLog:
             seconds = time.perf_counter() - started_at
             model = scope.get("state", {}).get("model")
             self._metrics.request_answered(scope["path"], model, status, seconds)
-            self._metrics.body_sent(size_bytes)
             path = scope["path"][:MAX_LOGGED_PATH_CHARACTERS]
             logger.info(
                 "%s %r %d %.3f s (%s)",  # %r because a path may contain line breaks

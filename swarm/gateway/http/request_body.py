@@ -13,7 +13,7 @@ from types import TracebackType
 
 from starlette.requests import ClientDisconnect, Request
 
-from swarm.gateway.http.disconnect import ClientDisconnected
+from swarm.gateway.http.responses import ClientDisconnected
 from swarm.gateway.openai.api_errors import (
     BadRequest,
     PayloadTooLarge,

@@ -1,17 +1,52 @@
-"""Responses in JSON, and errors as responses."""
+"""Responses in JSON, streams of events, and the end of work whose client has disconnected."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections.abc import Awaitable, Callable
-from typing import Any
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping
+from contextlib import aclosing
+from typing import Any, TypeVar
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import Message, Receive, Scope, Send
 
-from swarm.gateway.http.disconnect import ClientDisconnected
+from swarm.errors import SwarmError
 from swarm.gateway.openai.api_errors import ApiError, InternalServerError, api_error
+
+T = TypeVar("T")
+
+
+class ClientDisconnected(Exception):
+    """The client has closed the connection, so no response is sent any more."""
+
+
+async def cancel_on_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`, which is cancelled if the client disconnects first.
+
+    Raises:
+        ClientDisconnected: the client disconnected before the work was done.
+    """
+    working = asyncio.ensure_future(work)
+    watching = asyncio.ensure_future(_wait_disconnect(receive))
+    try:
+        await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientDisconnected
+        return working.result()
+    finally:
+        for task in (working, watching):
+            task.cancel()
+        # Wait until both have ended, so that the resources of the work are free.
+        await asyncio.gather(working, watching, return_exceptions=True)
+
+
+async def _wait_disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
 
 logger = logging.getLogger(__name__)
 
@@ -50,3 +85,84 @@ def with_error_responses(endpoint: Endpoint) -> Endpoint:
             return error_response(reported)
 
     return call
+
+
+DONE_EVENT = b"data: [DONE]\n\n"
+"""The end of OpenAI's streams."""
+
+
+class EventStreamResponse(Response):
+    """A stream of server-sent events.
+
+    It ends early when the client disconnects, or takes nothing for `send_timeout_s`. An error in the middle of the
+    stream is sent as the last event, as OpenAI does.
+
+    Args:
+        events: encoded, see `encode_event`; an asynchronous generator, which is closed at the end.
+        send_timeout_s: within which the client has to take the next part.
+        on_end: called at the end in any case, with whether the client has taken everything.
+    """
+
+    def __init__(
+        self, events: AsyncGenerator[bytes], send_timeout_s: float, on_end: Callable[[bool], Awaitable[None]]
+    ) -> None:
+        self.status_code = 200
+        self.background = None
+        self.init_headers(
+            {
+                "Content-Type": "text/event-stream; charset=utf-8",
+                "Cache-Control": "no-store",
+                "X-Accel-Buffering": "no",  # asks reverse proxies to pass each part on at once
+            }
+        )
+        self._events = events
+        self._send_timeout_s = send_timeout_s
+        self._on_end = on_end
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        was_read = False
+        try:
+            await cancel_on_disconnect(receive, self._send_all(send))
+            was_read = True
+        except ClientDisconnected:
+            logger.debug("a client disconnected in the middle of its stream")
+        except TimeoutError:
+            # The response stays incomplete, so the server closes the connection.
+            logger.info("A client took nothing for %.0f s; its stream is closed", self._send_timeout_s)
+        finally:
+            await self._on_end(was_read)
+
+    async def _send_all(self, send: Send) -> None:
+        start = {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
+        await self._send(send, start)
+        async with aclosing(self._events) as events:
+            try:
+                async for body in events:
+                    await self._send(send, {"type": "http.response.body", "body": body, "more_body": True})
+            except SwarmError as error:
+                body = encode_event(api_error(error).body())
+                await self._send(send, {"type": "http.response.body", "body": body, "more_body": True})
+        await self._send(send, {"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _send(self, send: Send, message: Message) -> None:
+        async with asyncio.timeout(self._send_timeout_s):
+            await send(message)
+
+
+async def await_first_event(events: AsyncGenerator[bytes]) -> AsyncGenerator[bytes]:
+    """The same events, once the first one is there. An error before it is raised here."""
+    first = await anext(events)
+
+    async def all_events() -> AsyncGenerator[bytes]:
+        async with aclosing(events):
+            yield first
+            async for event in events:
+                yield event
+
+    return all_events()
+
+
+def encode_event(body: Mapping[str, Any], name: str | None = None) -> bytes:
+    """One server-sent event with JSON as its data."""
+    head = b"" if name is None else b"event: " + name.encode() + b"\n"
+    return head + b"data: " + msgspec.json.encode(body) + b"\n\n"

@@ -19,7 +19,7 @@ IGNORED = frozenset({"user", "safety_identifier", "metadata", "store", "request_
     *("prompt_cache_key", "prompt_cache_retention", "cache_salt", "cache_prompt", "keep_alive"),
     *("prediction", "guided_decoding_backend"),
 }
-"""Fields that change no answer: who asks, what is kept of it, and how fast or by what means it is computed."""
+"""Fields that change no answer: they name the user, or say what to store and how fast or how to compute."""
 
 Neutral = tuple[Any, ...]
 """Values that change nothing, besides null."""

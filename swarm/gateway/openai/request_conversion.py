@@ -3,27 +3,33 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
 from swarm.gateway.openai.api_errors import BadRequest
-from swarm.gateway.openai.chat_messages import AllowedTools, ChatMessage, MessageToolCall, ToolChoice
 from swarm.gateway.openai.early_exit_options import early_exit_options
 from swarm.gateway.openai.refused_fields import unsupported
 from swarm.gateway.openai.request_schema import (
     MAX_TEXTS,
     UNLIMITED,
+    AllowedTools,
+    ChatMessage,
     ChatRequest,
     CompletionRequest,
     GenerationRequest,
+    MessageToolCall,
+    ToolChoice,
 )
 from swarm.gateway.settings import GatewaySettings
+from swarm.generation.errors import InvalidGenerationRequest
 from swarm.generation.formats.tool_calls import ToolFunction, ToolOptions
-from swarm.generation.prompts import ROOM_LEFT, GenerationOptions, chat_sequences, completion_sequences
-from swarm.generation.sequence_request import SequenceRequest
+from swarm.generation.prompts import chat_sequences, completion_sequences
+from swarm.generation.sequence_request import ROOM_LEFT, SequenceRequest
 from swarm.generation.served_model import ServedModel
 from swarm.models.tokenizers.chat_template import THINKING_VARIABLES, TemplateOptions, reads_variable
+
+MAX_TOKEN_ID_DIGITS = 9
 
 
 def chat_request_sequences(
@@ -41,7 +47,8 @@ def chat_request_sequences(
     return chat_sequences(
         served,
         [template_message(message) for message in request.messages],
-        _generation_options(request, served, settings, max_tokens, top_logprobs),
+        _sequence_request(request, served, settings, max_tokens, top_logprobs),
+        choices=request.n or 1,
         default_max_tokens=settings.default_max_tokens,
         tools=tool_options(request),
         template=template_options(request, served),
@@ -62,8 +69,9 @@ def completion_request_sequences(
     count = len(prompts) * (request.n or 1)
     if count > MAX_TEXTS:
         raise BadRequest(f"prompts times n are {count} texts; one request may have {MAX_TEXTS} at most", param="n")
-    options = _generation_options(request, served, settings, request.max_tokens, request.logprobs)
-    return completion_sequences(served, prompts, replace(options, scores_prompt=bool(request.echo)))
+    asked = _sequence_request(request, served, settings, request.max_tokens, request.logprobs)
+    asked = replace(asked, scores_prompt=bool(request.echo) and request.logprobs is not None)
+    return completion_sequences(served, prompts, asked, request.n or 1)
 
 
 def template_options(request: ChatRequest, served: ServedModel) -> TemplateOptions:
@@ -140,15 +148,14 @@ def template_message(message: ChatMessage) -> dict[str, Any]:
     return converted
 
 
-def _generation_options(
+def _sequence_request(
     request: GenerationRequest,
     served: ServedModel,
     settings: GatewaySettings,
     max_tokens: int | None,
     top_logprobs: int | None,
-) -> GenerationOptions:
-    return GenerationOptions(
-        choices=request.n or 1,
+) -> SequenceRequest:
+    return SequenceRequest(
         max_tokens=max_tokens if max_tokens != UNLIMITED else ROOM_LEFT,
         temperature=request.temperature,
         top_p=request.top_p,
@@ -157,7 +164,7 @@ def _generation_options(
         repetition_penalty=request.repetition_penalty,
         presence_penalty=request.presence_penalty,
         frequency_penalty=request.frequency_penalty,
-        logit_bias=request.logit_bias,
+        logit_bias=_logit_bias(request.logit_bias or {}, served),
         seed=request.seed,
         stops=request.stops,
         end_tokens=request.stop_token_ids or (),
@@ -169,6 +176,16 @@ def _generation_options(
         is_exit_asked=request.early_exit is not None,
         provisional=request.provisional,
     )
+
+
+def _logit_bias(bias: Mapping[str, float], served: ServedModel) -> dict[int, float] | None:
+    size = served.vocabulary_size
+    for name in bias:
+        if not name.isascii() or not name.isdigit() or len(name) > MAX_TOKEN_ID_DIGITS or int(name) >= size:
+            raise InvalidGenerationRequest(
+                f"{name[:20]!r} is not one of the model's {size} tokens", parameter="logit_bias"
+            )
+    return {int(name): value for name, value in bias.items()} or None
 
 
 def _template_arguments(call: MessageToolCall) -> Any:

@@ -1,12 +1,14 @@
 """The requests of OpenAI's interface as types, which validate their fields and ranges.
 
 Unknown fields are refused by name, except for those that change no answer (`refused_fields`), so that no client gets
-another answer than it asked for. Fields that are there for that have the type `Any`.
+another answer than it asked for. Fields of the type `Any` are ignored, or are there to be refused by name: clients send
+messages back from the answers of other servers.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from functools import cache
 from typing import Annotated, Any, Literal
 
@@ -14,10 +16,221 @@ import msgspec
 from msgspec import Meta, Struct
 
 from swarm.gateway.openai.api_errors import BadRequest
-from swarm.gateway.openai.chat_messages import MAX_TOOLS, ChatMessage, ToolChoice, ToolDefinition
 from swarm.gateway.openai.early_exit_options import EarlyExitRequest
 from swarm.gateway.openai.refused_fields import CHAT, COMPLETION, RefusedFields, refuse_fields, unsupported
-from swarm.gateway.openai.structured_outputs import FormFields
+from swarm.generation.formats.response_format import AnswerForm
+
+MAX_TOOLS = 128
+
+
+class FunctionCall(Struct, forbid_unknown_fields=True):
+    """The function of a tool call."""
+
+    name: str
+    arguments: str = "{}"
+    parsed_arguments: Any = None
+
+
+class MessageToolCall(Struct, forbid_unknown_fields=True):
+    """A tool call in the conversation so far."""
+
+    function: FunctionCall
+    id: str = ""
+    type: Literal["function"] = "function"
+    index: Any = None
+    extra_content: Any = None
+    provider_specific_fields: Any = None
+
+
+class ContentPart(Struct, forbid_unknown_fields=True):
+    """A part of a message's content."""
+
+    type: str
+    text: str = ""
+    refusal: str = ""
+    cache_control: Any = None
+    # Of parts of other types, which are refused.
+    image_url: Any = None
+    input_audio: Any = None
+    file: Any = None
+
+
+class ChatMessage(Struct, forbid_unknown_fields=True):
+    """A message of the conversation so far."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: str | list[ContentPart] | None = None
+    name: str | None = None
+    tool_calls: list[MessageToolCall] | None = None
+    function_call: FunctionCall | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    refusal: str | None = None
+    audio: None = None
+    images: None = None
+    id: Any = None
+    annotations: Any = None
+    parsed: Any = None
+    cache_control: Any = None
+    provider_specific_fields: Any = None
+    reasoning_details: Any = None
+    thinking_blocks: Any = None
+
+    def text(self) -> str | None:
+        """The message's text; None if it has no content.
+
+        Raises:
+            BadRequest: the content is not text.
+        """
+        if isinstance(self.content, list):
+            other = next((part.type for part in self.content if part.type not in ("text", "refusal")), None)
+            if other is not None:
+                raise BadRequest(
+                    f"this gateway serves text models; content of type {other!r} is not supported",
+                    param="messages",
+                    code="unsupported_content",
+                )
+            return "".join(part.text or part.refusal for part in self.content)
+        return self.content if self.content is not None else self.refusal
+
+
+class FunctionDefinition(Struct, forbid_unknown_fields=True):
+    """A function that the model may call."""
+
+    name: Annotated[str, Meta(pattern=r"\A[a-zA-Z0-9_.-]{1,64}\Z")]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ToolDefinition(Struct, forbid_unknown_fields=True):
+    """A tool that the model may call. Functions are the only type."""
+
+    function: FunctionDefinition
+    type: Literal["function"] = "function"
+    cache_control: Any = None
+
+
+class FunctionName(Struct, forbid_unknown_fields=True):
+    """The function in a tool choice."""
+
+    name: str
+
+
+class AllowedTool(Struct, forbid_unknown_fields=True):
+    """One of the tools in a tool choice."""
+
+    function: FunctionName
+    type: Literal["function"] = "function"
+
+
+class AllowedTools(Struct, forbid_unknown_fields=True):
+    """The tools that the model may call, or of which it has to call one."""
+
+    tools: Annotated[list[AllowedTool], Meta(min_length=1, max_length=MAX_TOOLS)]
+    mode: Literal["auto", "required"] = "auto"
+
+
+class ToolChoice(Struct, forbid_unknown_fields=True):
+    """The tool that the model has to call, or those that it may call."""
+
+    function: FunctionName | None = None
+    allowed_tools: AllowedTools | None = None
+    type: Literal["function", "allowed_tools"] = "function"
+
+    def __post_init__(self) -> None:
+        if (self.function if self.type == "function" else self.allowed_tools) is None:
+            raise ValueError(f"tool_choice of type {self.type} needs {self.type}")
+
+
+MAX_FORM_CHARACTERS = 1 << 16
+MAX_ALTERNATIVES = 1024
+
+JsonSchema = dict[str, Any] | str
+"""A JSON schema, or its text."""
+
+Pattern = Annotated[str, Meta(min_length=1, max_length=MAX_FORM_CHARACTERS)]
+Alternatives = Annotated[list[Pattern], Meta(min_length=1, max_length=MAX_ALTERNATIVES)]
+
+
+class StructuredOutputs(Struct, kw_only=True, forbid_unknown_fields=True):
+    """The value of vLLM's `structured_outputs`."""
+
+    json: JsonSchema | None = None
+    regex: Pattern | None = None
+    choice: Alternatives | None = None
+    json_object: bool | None = None
+    # Refused, or about how vLLM does it.
+    grammar: Any = None
+    structural_tag: Any = None
+    whitespace_pattern: Any = None
+    disable_any_whitespace: Any = None
+    disable_additional_properties: Any = None
+    disable_fallback: Any = None
+
+
+_TAKEN = ("json", "regex", "choice", "json_object", "disable_fallback")
+
+
+class FormFields(Struct, kw_only=True):
+    """The fields of a request that ask for a form. At most one of them is given."""
+
+    response_format: dict[str, Any] | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: JsonSchema | None = None
+    guided_regex: Pattern | None = None
+    guided_choice: Alternatives | None = None
+
+    def form(self) -> AnswerForm | None:
+        """What the answer has to be; None for any text.
+
+        Raises:
+            BadRequest: several forms are asked for, or one that is not supported.
+        """
+        forms = [form for form in self._forms() if form.value.get("type") != "text"]
+        if len(forms) > 1:
+            names = " and ".join(form.parameter for form in forms)
+            raise BadRequest(f"{names} ask for several forms; leave all but one of them out", param=forms[1].parameter)
+        return forms[0] if forms else None
+
+    def _forms(self) -> list[AnswerForm]:
+        forms = []
+        if self.response_format is not None:
+            forms.append(AnswerForm(self.response_format))
+        if (asked := self.structured_outputs) is not None:
+            for name in asked.__struct_fields__:
+                if name not in _TAKEN and getattr(asked, name) not in (None, False):
+                    raise unsupported(f"structured_outputs.{name}", "use json, regex or choice")
+            forms += _given("structured_outputs.", asked.json, asked.regex, asked.choice)
+            if asked.json_object:
+                forms.append(AnswerForm({"type": "json_object"}, "structured_outputs.json_object"))
+        return forms + _given("guided_", self.guided_json, self.guided_regex, self.guided_choice)
+
+
+def _given(prefix: str, schema: JsonSchema | None, regex: str | None, choice: list[str] | None) -> list[AnswerForm]:
+    """Those of the forms that are given."""
+    forms: list[AnswerForm] = []
+    if schema is not None:
+        name = f"{prefix}json"
+        value = {"type": "json_schema", "json_schema": {"schema": _schema(schema, name)}}
+        forms.append(AnswerForm(value, name))
+    if regex is not None:
+        forms.append(AnswerForm({"type": "regex", "regex": regex}, f"{prefix}regex"))
+    if choice is not None:
+        forms.append(AnswerForm({"type": "choice", "choice": choice}, f"{prefix}choice"))
+    return forms
+
+
+def _schema(schema: JsonSchema, name: str) -> Mapping[str, Any]:
+    if not isinstance(schema, str):
+        return schema
+    try:
+        decoded: dict[str, Any] = msgspec.json.decode(schema, type=dict[str, Any])
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise BadRequest(f"{name} is not a JSON schema: {error}", param=name, code="invalid_schema") from None
+    return decoded
+
 
 MAX_CHOICES = 8
 """Answers to one prompt."""

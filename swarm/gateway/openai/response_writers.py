@@ -1,17 +1,20 @@
-"""Writes responses in OpenAI's form, whole and as chunks of a stream."""
+"""From the events of a request's sequences to its response in OpenAI's form, whole or chunk by chunk."""
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
-from swarm.generation.detokenizer import token_text
 from swarm.generation.formats.tool_calls import ToolCall
 from swarm.generation.sampling import SampledToken
-from swarm.generation.sequence_output import SequenceDelta
+from swarm.generation.sequence_generation import SequenceEnd, SequenceProvisional
+from swarm.generation.sequence_group import SequenceGroup, route_detail
+from swarm.generation.sequence_output import SequenceDelta, token_text
 from swarm.generation.served_model import ServedModel
 
 MIN_LOGPROB = -9999.0
@@ -251,3 +254,77 @@ def _tool_call(call: ToolCall) -> dict[str, Any]:
 
 def _finite(logprob: float) -> float:
     return max(logprob, MIN_LOGPROB)
+
+
+@dataclass(frozen=True)
+class ResponseChunk:
+    """A chunk of a streamed response, in OpenAI's form."""
+
+    body: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class ResponseDetail:
+    """An update on the route or the timing, for clients that ask for details; see `docs/gateway.md`."""
+
+    body: dict[str, Any]
+
+
+async def stream_response(
+    group: SequenceGroup, writer: ResponseWriter, include_usage: bool
+) -> AsyncGenerator[ResponseChunk | ResponseDetail]:
+    """The response piece by piece.
+
+    Raises:
+        SwarmError: the response cannot be completed.
+    """
+    answers = [AccumulatedAnswer() for _ in range(len(group))]
+    started: set[int] = set()
+    async with aclosing(group.events()) as events:
+        async for index, event in events:
+            if isinstance(event, SequenceProvisional):
+                yield ResponseDetail({"kind": "provisional", "index": index, "text": event.text})
+                continue
+            if not isinstance(event, SequenceDelta | SequenceEnd):
+                if (detail := route_detail(event)) is not None:
+                    yield ResponseDetail(detail)
+                continue
+            # Only once there is output: when a response has begun, an error can no longer set its status.
+            if index not in started and (first := writer.first_chunk(index)) is not None:
+                yield ResponseChunk(first)
+            started.add(index)
+            if isinstance(event, SequenceDelta):
+                yield ResponseChunk(writer.delta_chunk(index, event, answers[index]))
+                answers[index].add_delta(event)
+            else:
+                yield ResponseChunk(writer.last_chunk(index, event.reason))
+    if include_usage:
+        yield ResponseChunk(writer.usage_chunk(group_usage(group)))
+    yield ResponseDetail(group.summary())
+
+
+async def complete_response(group: SequenceGroup, writer: ResponseWriter, *, with_details: bool) -> dict[str, Any]:
+    """The whole response, with its details under `swarm` if they are requested.
+
+    Raises:
+        SwarmError: the response cannot be completed.
+    """
+    answers = [AccumulatedAnswer() for _ in range(len(group))]
+    details: list[dict[str, Any]] = []
+    async with aclosing(group.events()) as events:
+        async for index, event in events:
+            if isinstance(event, SequenceDelta):
+                answers[index].add_delta(event)
+            elif isinstance(event, SequenceEnd):
+                answers[index].reason = event.reason
+            elif (detail := route_detail(event)) is not None:
+                details.append(detail)
+    details.append(group.summary())
+    # In a thread: the log probabilities of a long answer are some hundred thousand tokens to decode.
+    body = await asyncio.to_thread(writer.body, answers, group_usage(group))
+    return {**body, "swarm": details} if with_details else body
+
+
+def group_usage(group: SequenceGroup) -> dict[str, int]:
+    """OpenAI's `usage` of a request so far."""
+    return usage_object(group.prompt_tokens, group.completion_tokens)

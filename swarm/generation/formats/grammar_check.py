@@ -1,6 +1,6 @@
 """Checks in a separate process whether a grammar can be compiled.
 
-A schema of a few hundred characters can keep the compiler busy practically for ever (intersections of patterns grow
+A schema of a few hundred characters can keep the compiler busy practically forever (intersections of patterns grow
 exponentially), and no other thread of its process runs meanwhile. So the first attempt is made in a process that is
 killed when it takes too long.
 """
@@ -14,7 +14,7 @@ import sys
 
 from llguidance import LLMatcher, LLParserLimits
 
-from swarm.common.processes.python_process import module_command
+from swarm.common.processes import module_command
 
 MAX_CPU_S = 0.5
 MAX_MEMORY_BYTES = 2 << 30

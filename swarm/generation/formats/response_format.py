@@ -22,8 +22,7 @@ from llguidance import LLMatcher, LLTokenizer
 
 from swarm.generation.errors import InvalidGenerationRequest
 from swarm.generation.formats.grammar_check import PARSER_LIMITS, grammar_error
-from swarm.generation.formats.tool_calls import ToolFunction, ToolOptions
-from swarm.generation.formats.tool_syntax import ToolSyntax
+from swarm.generation.formats.tool_calls import ToolFunction, ToolOptions, ToolSyntax
 
 MAX_SCHEMA_CHARACTERS = 1 << 16
 """Of all schemas of a request together."""

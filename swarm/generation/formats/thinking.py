@@ -11,10 +11,20 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
-from swarm.generation.sampling import TokenConstraint
+
+class TokenConstraint(Protocol):
+    """Restricts the next token, such as to those that continue a JSON text."""
+
+    def mask(self, tokens: Sequence[int], scores_V: torch.Tensor) -> torch.Tensor:
+        """The scores `[vocabulary]`, -inf where a token is not allowed behind the generated `tokens`.
+
+        Raises:
+            SwarmError: it cannot say which are, behind these tokens.
+        """
 
 
 @dataclass(frozen=True)

@@ -1,82 +1,57 @@
 """From a conversation or a text to tokens, in a process that is ended when it takes too much time or memory.
 
 Chat templates and tokenizers are part of a checkpoint, which may be a stranger's: a template is a program, and the
-regular expressions of a tokenizer may take for ever on some texts. `prompt_worker` is the other side.
+regular expressions of a tokenizer may take forever on some texts. One process loads a tokenizer and makes one prompt
+after the other. It answers in JSON, so that nothing that it sends can run code here.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-import os
+import multiprocessing
+import resource
 import signal
-import socket
 import subprocess
+import sys
 import threading
-import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from swarm.common.processes.python_process import module_command
+from swarm.common.processes import module_command
 from swarm.errors import ChatTemplateError, CheckpointError
-from swarm.models.tokenizers.chat_template import ChatMessage, TemplateOptions, conversation_tokens, text_tokens
-from swarm.models.tokenizers.prompt_worker import PROMPT_CPU_S, PROMPT_MEMORY_BYTES, RECEIVE_BYTES, TAKEN
+from swarm.models.tokenizers.chat_template import (
+    ChatMessage,
+    TemplateOptions,
+    conversation_tokens,
+    template_text,
+    text_tokens,
+)
 
 logger = logging.getLogger(__name__)
 
+LOADING_CPU_S = 120.0
 LOADING_TIMEOUT_S = 600.0
 """Wall-clock limit for loading, which may include a download."""
 
+LOADING_MEMORY_BYTES = 2 << 30
+"""The largest vocabularies take a few seconds and half a gigabyte."""
+
+PROMPT_CPU_S = 10.0
 PROMPT_TIMEOUT_S = 30.0
 """Wall-clock limit for a prompt, for machines that are busy."""
 
+PROMPT_MEMORY_BYTES = 1 << 30
+"""For one prompt, beside the tokenizer. A conversation of two megabytes takes a second and 200 MB."""
+
 MAX_ANSWER_BYTES = 1 << 26
-MAX_REPORT_BYTES = 1 << 16
-
-
-class PromptMaker(Protocol):
-    """Turns conversations and texts into tokens. May be called in several threads."""
-
-    def conversation(
-        self,
-        messages: Sequence[ChatMessage],
-        tools: Sequence[Any] | None = None,
-        options: TemplateOptions | None = None,
-    ) -> list[int]:
-        """See `chat_template.conversation_tokens`."""
-
-    def text(self, text: str, add_special: bool = True) -> list[int]:
-        """See `chat_template.text_tokens`."""
-
-    def close(self) -> None:
-        """End what it has started."""
-
-
-class TokenizerPrompts:
-    """Makes prompts in this process, without limits: for a tokenizer that this machine's owner has made."""
-
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
-
-    def conversation(
-        self,
-        messages: Sequence[ChatMessage],
-        tools: Sequence[Any] | None = None,
-        options: TemplateOptions | None = None,
-    ) -> list[int]:
-        return conversation_tokens(self._tokenizer, messages, tools, options)
-
-    def text(self, text: str, add_special: bool = True) -> list[int]:
-        return text_tokens(self._tokenizer, text, add_special)
-
-    def close(self) -> None:
-        pass
 
 
 class PromptProcess:
-    """Makes prompts in another process, which begins to load the tokenizer at once; implements `PromptMaker`.
+    """Makes prompts in another process, which begins to load the tokenizer at once. May be used in several threads.
 
     Args:
         source: local folder or hub id.
@@ -88,29 +63,30 @@ class PromptProcess:
         self._source = source
         self._arguments = (source, revision or "", str(cache_dir or ""))
         self._lock = threading.Lock()
-        """Held while the process is started, loaded, told of a connection, or ended."""
+        """Held while the process is started, loads, or makes a prompt."""
         self._closed = False
         self._start()
 
     def _start(self) -> None:
         """Start a process. Raises `OSError` if the machine cannot."""
-        ours, theirs = socket.socketpair()
-        descriptor = theirs.fileno()
-        with theirs, ExitStack() as on_failure:
-            on_failure.callback(ours.close)
-            process = subprocess.Popen(
-                module_command("swarm.models.tokenizers.prompt_worker", str(descriptor), *self._arguments),
-                pass_fds=(descriptor,),
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                # Without threads of its own, a tokenizer can be forked.
-                env={**os.environ, "TOKENIZERS_PARALLELISM": "false"},
-                process_group=0,  # with its forks, so that `close` ends them all, and Ctrl-C none of them
-            )
-            on_failure.pop_all()
-        self._control, self._process = ours, process
-        self._loaded = self._ended = False
+        ours, theirs = multiprocessing.Pipe()
+        with theirs:
+            descriptor = theirs.fileno()
+            try:
+                # Not a `multiprocessing.Process`, which would import what the working directory holds.
+                process = subprocess.Popen(
+                    module_command(__name__, str(descriptor), *self._arguments),
+                    pass_fds=(descriptor,),
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.DEVNULL,
+                    process_group=0,  # so that Ctrl-C does not end it
+                )
+            except OSError:
+                ours.close()
+                raise
+        self._connection, self._process = ours, process
+        self._loaded = False
 
     def require_loaded(self) -> None:
         """Wait until the tokenizer is loaded.
@@ -122,7 +98,10 @@ class PromptProcess:
             self._require_loaded()
 
     def _require_loaded(self) -> None:
-        if self._ended and not self._closed:
+        if self._loaded and self._process.poll() is not None and not self._closed:
+            logger.warning("The process that makes prompts for %s has ended; starting it", self._source)
+            self._end()
+        if self._connection.closed and not self._closed:
             try:
                 self._start()
             except OSError as error:
@@ -134,11 +113,9 @@ class PromptProcess:
             raise CheckpointError(f"the process that makes prompts for {self._source} is closed")
         if self._loaded:
             return
-        self._control.settimeout(LOADING_TIMEOUT_S)
         try:
-            report = self._control.recv(MAX_REPORT_BYTES)
-            problem = json.loads(report)["error"]
-        except (OSError, ValueError):
+            problem = self._receive(LOADING_TIMEOUT_S)["error"]
+        except (OSError, EOFError, ValueError):
             problem = (
                 f"loading the tokenizer and the chat template of {self._source} took too much time or memory, or "
                 "broke down; use a checkpoint from a source that you trust"
@@ -146,7 +123,6 @@ class PromptProcess:
         if problem:
             self._end()
             raise CheckpointError(problem)
-        self._control.settimeout(None)
         self._loaded = True
 
     def conversation(
@@ -155,39 +131,31 @@ class PromptProcess:
         tools: Sequence[Any] | None = None,
         options: TemplateOptions | None = None,
     ) -> list[int]:
-        """See `PromptMaker`. Raises `ChatTemplateError` also where the limits are exceeded."""
+        """See `chat_template.conversation_tokens`. Raises `ChatTemplateError` also where the limits are exceeded."""
         asked = vars(options) if options is not None else {}
         return self._ask({"messages": list(messages), "tools": tools, "options": asked})
 
     def text(self, text: str, add_special: bool = True) -> list[int]:
-        """See `PromptMaker`. Raises `ChatTemplateError` where the limits are exceeded."""
+        """See `chat_template.text_tokens`. Raises `ChatTemplateError` also where the limits are exceeded."""
         return self._ask({"text": text, "special": add_special})
 
     def close(self) -> None:
-        """End the process. Prompts that are being made are refused."""
+        """End the process. A prompt that is being made is refused."""
         self._closed = True
-        self._kill_all()  # before the lock is taken: its holder may be waiting for the process
+        self._process.kill()  # before the lock is taken: its holder may be waiting for the process
         with self._lock:
             self._end()
 
-    def _kill_all(self) -> None:
-        if self._process.returncode is None:  # so that its id is still its own
-            with suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
-
     def _end(self) -> None:
-        """End the process, but not the forks of it that make prompts now."""
-        self._ended = True
-        self._control.close()
+        self._connection.close()
         self._process.kill()
         self._process.wait()
 
     def _ask(self, request: Mapping[str, Any]) -> list[int]:
         try:
             sent = json.dumps(request).encode()
-            received = self._exchange(sent) or self._exchange(sent)
-            answer = json.loads(received.removeprefix(TAKEN))
-        except (OSError, ValueError, RecursionError):  # the last, where tools are nested too deep
+            answer = self._exchange(sent)
+        except (OSError, EOFError, ValueError, RecursionError):  # the last, where tools are nested too deep
             raise ChatTemplateError(
                 f"the chat template or the tokenizer of {self._source} cannot make a prompt of this: it needs more "
                 f"than {PROMPT_CPU_S:.0f} s or {PROMPT_MEMORY_BYTES >> 20} MiB, or breaks down; send less text"
@@ -197,56 +165,85 @@ class PromptProcess:
         tokens: list[int] = answer["tokens"]
         return tokens
 
-    def _exchange(self, sent: bytes) -> bytes:
-        """What a fork sends for a request: `TAKEN`, and the answer if there is one.
+    def _exchange(self, sent: bytes) -> dict[str, Any]:
+        """The answer to a request. If none is received, another process is started for the next one.
 
-        Empty if something ended the fork before, so that it was not this request. Raises `OSError` if the answer is too
-        long or too late.
+        Raises `OSError`, `EOFError` or `ValueError` if the process has ended, or its answer is too long or too late.
         """
-        with self._open() as connection:
-            deadline = time.monotonic() + PROMPT_TIMEOUT_S
-            connection.settimeout(PROMPT_TIMEOUT_S)
-            with suppress(ConnectionError):  # it has ended; what it has sent says when
-                connection.sendall(sent)
-                connection.shutdown(socket.SHUT_WR)
-            return _read_answer(connection, deadline)
-
-    def _open(self) -> socket.socket:
-        """A connection to a new fork of the process, which is started again if something has ended it."""
-        ours, theirs = socket.socketpair()
-        with theirs, ExitStack() as on_failure:
-            on_failure.callback(ours.close)
-            if not self._pass(theirs) and not self._pass(theirs):
-                raise CheckpointError(f"the process that makes prompts for {self._source} ends again and again")
-            on_failure.pop_all()
-        return ours
-
-    def _pass(self, connection: socket.socket) -> bool:
-        """Hand a connection to the process. False if that has ended; the next call starts another one."""
         with self._lock:
             self._require_loaded()
             try:
-                socket.send_fds(self._control, [b"+"], [connection.fileno()])
-            except OSError:
-                logger.warning("The process that makes prompts for %s has ended; starting it", self._source)
+                self._connection.send_bytes(sent)
+                return self._receive(PROMPT_TIMEOUT_S)
+            except BaseException:  # Ctrl-C too: a late answer would be taken for that of the next request
                 self._end()
-                return False
-        return True
+                if not self._closed:
+                    with suppress(OSError):  # the next request tries again
+                        self._start()
+                raise
+
+    def _receive(self, timeout_s: float) -> dict[str, Any]:
+        if not self._connection.poll(timeout_s):
+            raise TimeoutError
+        received: dict[str, Any] = json.loads(self._connection.recv_bytes(MAX_ANSWER_BYTES))
+        return received
 
 
-def _read_answer(connection: socket.socket, deadline: float) -> bytes:
-    """What arrives until the other side has ended. Raises `OSError` if that is too much or too late."""
-    parts: list[bytes] = []
-    size = 0
-    while True:
-        connection.settimeout(max(0.001, deadline - time.monotonic()))
-        try:
-            part = connection.recv(RECEIVE_BYTES)
-        except ConnectionError:
-            part = b""  # it has ended without reading all
-        if not part:
-            return b"".join(parts)
-        size += len(part)
-        if size > MAX_ANSWER_BYTES:
-            raise OSError("the answer is too long")
-        parts.append(part)
+def _serve(connection: Connection, source: str, revision: str | None, cache_dir: str | None) -> None:
+    """The other process: load, report, and make prompts until the other end of the connection is closed."""
+    sys.modules["torch"] = None  # type: ignore[assignment]  # not needed; it would be most of the time and memory
+    problem, tokenizer = "", None
+    _limit(LOADING_CPU_S, LOADING_MEMORY_BYTES)
+    try:
+        tokenizer = _load(source, revision or "", str(cache_dir or ""))
+    except CheckpointError as error:
+        problem = str(error)
+    signal.setitimer(signal.ITIMER_PROF, 0)
+    with suppress(EOFError, OSError):
+        connection.send_bytes(json.dumps({"error": problem}).encode())
+        while tokenizer is not None:
+            request = json.loads(connection.recv_bytes())
+            _limit(PROMPT_CPU_S, PROMPT_MEMORY_BYTES)
+            connection.send_bytes(json.dumps(_answer(tokenizer, request)).encode())
+            signal.setitimer(signal.ITIMER_PROF, 0)
+
+
+def _load(source: str, revision: str | None, cache_dir: str | None) -> Any:
+    """The tokenizer, with its chat template compiled and tried, so that the first request need not wait for that."""
+    from swarm.models.tokenizers.tokenizer import load_tokenizer
+
+    tokenizer = load_tokenizer(source, revision or "", str(cache_dir or ""))
+    if template_text(tokenizer) is not None:
+        with suppress(ChatTemplateError):  # it may want something else than a single message
+            conversation_tokens(tokenizer, [{"role": "user", "content": "Hello"}])
+    return tokenizer
+
+
+def _limit(cpu_s: float, more_bytes: int) -> None:
+    """From now on, end this process when it has used so much processor time, and refuse it more memory than this."""
+    with open("/proc/self/statm") as statm:
+        present = int(statm.read().split()[0]) * resource.getpagesize()
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (present + more_bytes, hard))
+    signal.setitimer(signal.ITIMER_PROF, cpu_s)  # which kills the process, whatever it is doing
+
+
+def _answer(tokenizer: Any, request: dict[str, Any]) -> dict[str, Any]:
+    try:
+        if "text" in request:
+            return {"tokens": text_tokens(tokenizer, request["text"], request["special"])}
+        options = TemplateOptions(**request["options"])
+        return {"tokens": conversation_tokens(tokenizer, request["messages"], request["tools"], options)}
+    except ChatTemplateError as error:
+        return {"refused": str(error)}
+
+
+def main() -> None:
+    """`python -m swarm.models.tokenizers.prompt_process DESCRIPTOR SOURCE REVISION CACHE_DIR`."""
+    descriptor, source, revision, cache_dir = sys.argv[1:]
+    with Connection(int(descriptor)) as connection:
+        _serve(connection, source, revision or None, cache_dir or None)
+
+
+if __name__ == "__main__":
+    main()

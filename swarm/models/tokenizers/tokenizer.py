@@ -1,14 +1,65 @@
-"""Loading a checkpoint's tokenizer. Imports no torch, so that a process that only makes prompts is small."""
+"""Loading a checkpoint's tokenizer, if it turns every token into a short text. Imports no torch.
+
+Tokens are decoded in the process that computes them, one by one, so their texts have to be bounded beforehand. (Texts
+become tokens in a process that can be ended, see `prompt_process`.) A decoder is a list of steps, and those that
+replace a text by a longer one could double it over and over; a regular expression could take forever to match.
+"""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from transformers import AutoTokenizer
 
 from swarm.errors import CheckpointError
-from swarm.models.tokenizers.tokenizer_limits import tokenizer_problem
+
+MAX_TOKEN_CHARACTERS = 4096
+"""Of one entry of the vocabulary. Long runs of spaces have hundreds."""
+
+MAX_DECODER_STEPS = 32
+
+MAX_DECODER_GROWTH = 64
+"""How many times longer all steps of a decoder may make a text. One that is not made for it makes it shorter."""
+
+
+def tokenizer_problem(tokenizer: Any) -> str:
+    """Why this tokenizer of transformers is not safe to decode with; empty if it is."""
+    longest = max(map(len, tokenizer.get_vocab()), default=0)
+    if longest > MAX_TOKEN_CHARACTERS:
+        return f"its vocabulary has an entry of {longest} characters; at most {MAX_TOKEN_CHARACTERS} are allowed"
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None or backend.decoder is None:
+        return ""  # written in Python by transformers; the checkpoint only has its vocabulary
+    return decoder_problem(json.loads(backend.to_str())["decoder"])
+
+
+def decoder_problem(decoder: Mapping[str, Any]) -> str:
+    """Why a decoder, as `tokenizer.json` describes it, is not used; empty if it is."""
+    steps = _steps(decoder)
+    if len(steps) > MAX_DECODER_STEPS:
+        return f"its decoder has {len(steps)} steps; at most {MAX_DECODER_STEPS} are allowed"
+    growth = 1.0
+    for step in steps:
+        if step.get("type") != "Replace":
+            continue  # no other step makes a text longer
+        searched = step.get("pattern", {}).get("String")
+        if not searched:
+            return "its decoder searches for a regular expression, which may take forever"
+        growth *= max(1.0, len(step.get("content", "").encode()) / len(searched.encode()))
+    if growth > MAX_DECODER_GROWTH:
+        return f"its decoder may make a text {growth:.3g} times longer; at most {MAX_DECODER_GROWTH} are allowed"
+    return ""
+
+
+def _steps(decoder: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The steps of a decoder, and of those inside it, in order."""
+    if decoder.get("type") != "Sequence":
+        return [decoder]
+    return [step for inner in decoder.get("decoders", ()) for step in _steps(inner)]
+
 
 RUST_PANIC = "PanicException"
 """The class of what a bug in the tokenizers' Rust code raises. It has no public name, and is no `Exception`."""

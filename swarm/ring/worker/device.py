@@ -16,7 +16,7 @@ import psutil
 from swarm.common.files.atomic_file import replace_file
 from swarm.common.files.folders import nearest_folder
 from swarm.common.machine import available_memory
-from swarm.common.processes.bound_process import bound_command
+from swarm.common.processes import bound_command
 from swarm.common.units import format_bytes
 from swarm.common.version import VERSION
 from swarm.errors import InvalidOption, SwarmError
@@ -103,13 +103,12 @@ def device_name(given: str | None = None) -> str:
     return name or "worker"
 
 
-async def find_speed(folder: Path, device: str, threads: int | None, *, again: bool = False) -> DeviceSpeed:
+async def find_speed(folder: Path, device: str, threads: int | None) -> DeviceSpeed:
     """The speed that was measured before under the same conditions, or is measured now and kept in the folder.
 
     Args:
         device: torch device, or "auto".
         threads: torch threads; None for torch's own choice.
-        again: measure even if it was measured before.
 
     Raises:
         InvalidOption: this machine has no such device.
@@ -119,7 +118,7 @@ async def find_speed(folder: Path, device: str, threads: int | None, *, again: b
     conditions = measurement_conditions(device, threads)
     kept = _read(path)
     # The free memory of a GPU changes, so it is looked at whenever a worker starts.
-    if kept is not None and kept.conditions == conditions and kept.speed.memory is None and not again:
+    if kept is not None and kept.conditions == conditions and kept.speed.memory is None:
         return kept.speed
     speed = await _measure(device, threads)
     keep_speed(folder, conditions, speed)

@@ -19,7 +19,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from swarm.common.processes.bound_process import bound_command
+from swarm.common.processes import bound_command
 from swarm.errors import WeightsNotShared, WorkerFailed, sanitize_text
 from swarm.protocol import messages
 from swarm.protocol.messages import Assign, DeviceReport, Holding, WorkerEvent

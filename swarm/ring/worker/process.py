@@ -34,7 +34,6 @@ class WorkerOptions:
         membership: an invite to a private swarm; None if the secret of the line decides who is let in.
         device: torch device, or "auto".
         threads: torch threads; None for what the starter says.
-        measure_again: measure the device even if it was measured before.
     """
 
     folder: Path
@@ -45,7 +44,6 @@ class WorkerOptions:
     membership: Invite | None = None
     device: str = "auto"
     threads: int | None = None
-    measure_again: bool = False
 
 
 @dataclass(frozen=True)
@@ -83,7 +81,7 @@ async def running_worker(
         AddressUnavailable, IdentityError, MembershipError: as `Peer.create`.
     """
     folder, memory = options.folder, WorkerMemory.read(options.folder)
-    speed = await find_speed(folder, options.device, options.threads, again=options.measure_again)
+    speed = await find_speed(folder, options.device, options.threads)
     device = Device(device_name(options.name), speed, options.cache_dir or folder)
     async with AsyncExitStack() as stack:
         peer = await start_peer(folder, options.host_maddrs, options.announce_maddrs, memory.port, options.membership)

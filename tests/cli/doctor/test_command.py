@@ -80,20 +80,17 @@ def test_what_is_wrong_comes_with_its_remedy(bootstrap: str, tmp_path: Any):
     assert done.stderr == ""
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
+def test_what_is_no_address_is_refused_before_anything_is_checked():
+    for arguments, message in [
         (["--initial-peers", "/ip4/127.0.0.1/tcp/1"], "does not end in /p2p/PEER_ID"),
         (["--initial-peers", "nonsense"], "is not a valid multiaddress"),
         (["--host-maddrs", "nonsense"], "is not a valid multiaddress"),
         (["--host-maddrs", "/dns4/localhost/tcp/1"], "it is not an IP address; use one of this machine"),
-    ],
-)
-def test_what_is_no_address_is_refused_before_anything_is_checked(arguments: list[str], message: str):
-    result = CliRunner(env={"SWARM_INITIAL_PEERS": ""}).invoke(doctor.main, arguments)
-    assert result.exit_code == 2
-    assert message in result.output
-    assert result.output.count("\n") == 1
+    ]:
+        result = CliRunner(env={"SWARM_INITIAL_PEERS": ""}).invoke(doctor.main, arguments)
+        assert result.exit_code == 2
+        assert message in result.output
+        assert result.output.count("\n") == 1
 
 
 def test_each_peer_is_looked_at_by_itself(bootstrap: str):

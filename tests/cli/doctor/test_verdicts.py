@@ -5,20 +5,18 @@ from __future__ import annotations
 import json
 
 import click
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarm.cli.doctor import report, verdicts
-from swarm.cli.doctor.verdicts import Finding, GpuProperties, Verdict
+from swarm.cli.doctor import verdicts
+from swarm.cli.doctor.verdicts import GpuProperties, Verdict
 
 OK, WARNING, FAILURE, UNKNOWN = Verdict.OK, Verdict.WARNING, Verdict.FAILURE, Verdict.UNKNOWN
 ADDRESS = "/ip4/192.0.2.1/tcp/31337/p2p/QmPeer"
 
 
-@pytest.mark.parametrize(
-    ("finding", "verdict", "found", "remedy"),
-    [
+def test_verdicts():
+    for finding, verdict, found, remedy in [
         (verdicts.python((3, 11, 0)), OK, "3.11.0", ""),
         (verdicts.python((3, 10, 9)), FAILURE, "3.10.9", "use Python 3.11"),
         (verdicts.python((4, 0, 0)), OK, "4.0.0", ""),
@@ -58,18 +56,15 @@ ADDRESS = "/ip4/192.0.2.1/tcp/31337/p2p/QmPeer"
         (verdicts.reachable([], []), FAILURE, "no address", "--host-maddrs"),
         (verdicts.reachable(["/ip4/10.0.0.1/tcp/1"], []), UNKNOWN, "same network only", "--announce-maddrs"),
         (verdicts.reachable(["/ip4/8.8.8.8/tcp/1"], ["/ip4/8.8.8.8/tcp/1"]), UNKNOWN, "public", "another machine"),
-    ],
-)  # fmt: skip
-def test_verdicts(finding: Finding, verdict: Verdict, found: str, remedy: str):
-    assert finding.verdict is verdict
-    assert found in finding.found
-    assert remedy in finding.remedy
-    assert bool(finding.remedy) == bool(remedy)
+    ]:
+        assert finding.verdict is verdict
+        assert found in finding.found
+        assert remedy in finding.remedy
+        assert bool(finding.remedy) == bool(remedy)
 
 
-@pytest.mark.parametrize(
-    ("address", "public"),
-    [
+def test_public_addresses():
+    for address, public in [
         ("/ip4/8.8.8.8/tcp/31337", True),
         ("/ip6/2606:4700::1/tcp/31337", True),
         ("/ip4/192.168.1.7/tcp/31337", False),
@@ -77,10 +72,8 @@ def test_verdicts(finding: Finding, verdict: Verdict, found: str, remedy: str):
         ("/ip4/127.0.0.1/tcp/31337", False),
         ("/ip6/fe80::1/tcp/31337", False),
         ("/dns4/swarm.example/tcp/31337", False),
-    ],
-)
-def test_public_addresses(address: str, public: bool):
-    assert verdicts.is_public(address) is public
+    ]:
+        assert verdicts.is_public(address) is public
 
 
 @given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=9))
@@ -95,7 +88,7 @@ def test_report():
         verdicts.failure("Disk", "full", "make room"),
         verdicts.unknown("DHT", "?"),
     ]
-    shown = click.unstyle("\n".join(report.format_finding(finding) for finding in findings)).splitlines()
+    shown = click.unstyle("\n".join(verdicts.format_finding(finding) for finding in findings)).splitlines()
     assert shown == [
         "ok       CPU           8 cores",
         "failure  Disk          full",
@@ -103,12 +96,12 @@ def test_report():
         "unknown  DHT           ?",
     ]
     warned = [verdicts.warning("Disk", "small", "grow")]
-    assert [report.format_summary(some) for some in (findings, findings[:1], warned)] == [
+    assert [verdicts.format_summary(some) for some in (findings, findings[:1], warned)] == [
         "1 of 3 checks failed.",
         "No problems found.",
         "No check failed; 1 of 1 checks warn.",
     ]
     assert [verdicts.exit_code(some) for some in (findings, findings[:1], [])] == [1, 0, 0]
-    assert json.loads(report.to_json(findings))[1] == {
+    assert json.loads(verdicts.to_json(findings))[1] == {
         "check": "Disk", "verdict": "failure", "found": "full", "remedy": "make room"
     }  # fmt: skip

@@ -12,13 +12,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarm.gateway.http.disconnect import ClientDisconnected
 from swarm.gateway.http.request_body import (
     CHARACTER_BYTES,
     RequestMemory,
     RequestRoom,
     decoded_bytes,
 )
+from swarm.gateway.http.responses import ClientDisconnected
 from swarm.gateway.openai.api_errors import (
     BadRequest,
     PayloadTooLarge,

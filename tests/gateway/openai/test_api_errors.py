@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from swarm.errors import CacheFull, ChatTemplateError, MissingBlocks, NotEnoughMemory, PeerLost, SessionClosed, TooLong
 from swarm.gateway.openai.api_errors import BadRequest, api_error
 from swarm.generation.errors import GenerationCrashed, InvalidGenerationRequest
@@ -12,9 +10,8 @@ FULL = "full; try again, or ask for fewer tokens"
 INTERNAL = "the gateway failed; its log has the details"
 
 
-@pytest.mark.parametrize(
-    ("error", "status", "message", "param", "code", "headers"),
-    [
+def test_statuses_and_messages():
+    for error, status, message, param, code, headers in [
         (BadRequest("no", param="n", code="x"), 400, "no", "n", "x", {}),
         (InvalidGenerationRequest("no", parameter="prompt", code="x"), 400, "no", "prompt", "x", {}),
         (ChatTemplateError("no"), 400, "no", "messages", "template_refused", {}),
@@ -26,11 +23,8 @@ INTERNAL = "the gateway failed; its log has the details"
         (SessionClosed("closed"), 500, INTERNAL, None, "internal_error", {}),
         (GenerationCrashed("why"), 500, INTERNAL, None, "internal_error", {}),
         (KeyError("secret"), 500, INTERNAL, None, "internal_error", {}),
-    ],
-    ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "",
-)
-def test_statuses_and_messages(error, status, message, param, code, headers):
-    reported = api_error(error)
-    assert (reported.status, dict(reported.headers)) == (status, headers)
-    body = reported.body()["error"]
-    assert (body["message"], body["param"], body["code"]) == (message, param, code)
+    ]:
+        reported = api_error(error)
+        assert (reported.status, dict(reported.headers)) == (status, headers)
+        body = reported.body()["error"]
+        assert (body["message"], body["param"], body["code"]) == (message, param, code)

@@ -9,16 +9,15 @@ from typing import Any
 import pytest
 
 from swarm.gateway.openai.api_errors import BadRequest
-from swarm.gateway.openai.chat_messages import ChatMessage, FunctionCall
 from swarm.gateway.openai.request_conversion import completion_request_sequences, template_message, tool_options
-from swarm.gateway.openai.request_schema import CompletionRequest, parse_chat_request
+from swarm.gateway.openai.request_schema import ChatMessage, CompletionRequest, FunctionCall, parse_chat_request
 from swarm.gateway.settings import GatewaySettings
 from swarm.generation.errors import InvalidGenerationRequest
 from swarm.generation.formats.tool_calls import ToolOptions
 from swarm.generation.prompts import DEFAULT_COMPLETION_TOKENS, prompt_texts
 from swarm.models.checkpoints.checkpoint import DEMO_FOLDER
-from swarm.models.tokenizers.prompt_process import TokenizerPrompts
 from swarm.models.tokenizers.tokenizer import load_tokenizer
+from tests.models.tokenizers.prompts_here import prompts_here
 
 CONTEXT = 32
 
@@ -28,7 +27,7 @@ def served() -> Any:
     usual = SimpleNamespace(temperature=None, top_p=None, top_k=None)
     tokenizer = load_tokenizer(DEMO_FOLDER)
     model = SimpleNamespace(generation_config=usual)
-    prompts = TokenizerPrompts(tokenizer)
+    prompts = prompts_here(tokenizer)
     return SimpleNamespace(
         name="m", tokenizer=tokenizer, prompts=prompts, model=model, context_length=CONTEXT, vocabulary_size=1000
     )
@@ -37,7 +36,7 @@ def served() -> Any:
 @pytest.mark.parametrize(("prompt", "room"), [(4, DEFAULT_COMPLETION_TOKENS), (CONTEXT - 3, 3)])
 def test_the_default_limit_fits_the_context(served, prompt, room):
     (work,) = completion_request_sequences(CompletionRequest(model="m", prompt=[5] * prompt), served, GatewaySettings())
-    assert work.max_tokens == room
+    assert work.limit == room
 
 
 def test_a_limit_beyond_the_context_is_an_error(served):
@@ -65,13 +64,13 @@ def test_the_number_of_texts_of_a_request_is_limited(served):
         texts(33, 8)
 
 
-@pytest.mark.parametrize(("asked", "default", "taken"), [(None, 20, 20), (5, 20, 5), (0, 20, None), (-1, 20, None)])
+@pytest.mark.parametrize(("asked", "default", "taken"), [(None, 20, 20), (5, 20, 5), (0, 20, 0), (-1, 20, -1)])
 def test_top_k_can_be_switched_off(served, monkeypatch, asked, default, taken):
     monkeypatch.setattr(served.model.generation_config, "top_k", default)
     request = CompletionRequest(model="m", prompt=[5], top_k=asked, max_tokens=-1)
     (work,) = completion_request_sequences(request, served, GatewaySettings())
-    assert work.sampling.top_k == taken
-    assert work.max_tokens == CONTEXT - 1
+    assert work.top_k == taken
+    assert work.limit == CONTEXT - 1
 
 
 def test_the_interface_before_tools():

@@ -2,9 +2,28 @@
 
 from __future__ import annotations
 
-from swarm.gateway.openai.response_writers import AccumulatedAnswer, CompletionResponseWriter
+import asyncio
+import threading
+
+import pytest
+
+from swarm.client.routes.events import BlocksMissing, RouteTaken
+from swarm.data_structures import Hop, Route, Span
+from swarm.errors import MissingBlocks
+from swarm.gateway.openai.response_writers import (
+    AccumulatedAnswer,
+    ChatResponseWriter,
+    CompletionResponseWriter,
+    ResponseChunk,
+    ResponseDetail,
+    complete_response,
+    stream_response,
+)
 from swarm.generation.sampling import SampledToken
+from swarm.generation.sequence_generation import SequenceEnd, SequenceFailed
 from swarm.generation.sequence_output import SequenceDelta
+from tests.generation.fake_generation import make_group
+from tests.infos import server_info
 
 
 class Letters:
@@ -46,3 +65,55 @@ def test_of_tokens_with_the_same_text_the_likeliest_is_reported():
     found = reported((), (SampledToken(2, -3.0, ((1, -0.2), (3, -1.0))),), [])
     assert found["top_logprobs"] == [{"a": -0.2, "b": -1.0}]
     assert found["token_logprobs"] == [-3.0]
+
+
+__all__ = ["make_group"]
+
+ROUTE = Route((Hop(server_info(0, 4, "abcdefgh", name="ann"), Span(0, 4)),))
+
+
+def test_a_response_does_not_begin_while_blocks_are_missing(make_group):
+    async def work() -> None:
+        one = make_group(1)
+        (sequence,) = one._generations
+        for news in (RouteTaken(ROUTE), BlocksMissing((1,)), SequenceFailed(MissingBlocks((1,)))):
+            sequence.on_event(news)
+        told: list[ResponseChunk | ResponseDetail] = []
+
+        async def read() -> None:
+            async for part in stream_response(one, ChatResponseWriter("m", None), include_usage=False):
+                told.append(part)
+
+        with pytest.raises(MissingBlocks):
+            await read()
+        assert [part.body["kind"] for part in told if isinstance(part, ResponseDetail)] == ["route", "missing"]
+        assert not any(isinstance(part, ResponseChunk) for part in told)
+
+    asyncio.run(work())
+
+
+def test_an_empty_answer_still_begins(make_group):
+    async def work() -> None:
+        one = make_group(1)
+        one._generations[0].on_event(SequenceEnd("stop", 1))
+        parts = [
+            part.body
+            async for part in stream_response(one, ChatResponseWriter("m", None), include_usage=False)
+            if isinstance(part, ResponseChunk)
+        ]
+        assert [part["choices"][0]["delta"] for part in parts] == [{"role": "assistant", "content": ""}, {}]
+
+    asyncio.run(work())
+
+
+def test_a_complete_response_is_written_outside_of_the_event_loop(make_group, monkeypatch):
+    threads = []
+    monkeypatch.setattr(ChatResponseWriter, "body", lambda *_: threads.append(threading.current_thread()) or {})
+
+    async def work() -> None:
+        one = make_group(1)
+        one._generations[0].on_event(SequenceEnd("stop", 1))
+        await complete_response(one, ChatResponseWriter("m", None), with_details=False)
+
+    asyncio.run(work())
+    assert threads != [threading.current_thread()]

@@ -10,7 +10,7 @@ import pytest
 from playwright.sync_api import Page, expect
 from transformers import AutoTokenizer, LlamaForCausalLM
 
-from swarm.gateway.admission import api_keys
+from swarm.gateway import api_keys
 from swarm.gateway.settings import GatewaySettings
 from tests.browser import open_page, picture
 from tests.gateways import run_gateway

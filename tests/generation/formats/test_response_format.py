@@ -20,8 +20,7 @@ from swarm.gateway.openai.request_conversion import tool_options
 from swarm.gateway.openai.request_schema import ChatRequest, parse_chat_request
 from swarm.generation.errors import InvalidGenerationRequest
 from swarm.generation.formats.response_format import GrammarCompiler, regex_grammar
-from swarm.generation.formats.tool_calls import ToolCallParser
-from swarm.generation.formats.tool_syntax import TABLE
+from swarm.generation.formats.tool_calls import TABLE, ToolCallParser
 from tests.scripted import make_scripted
 
 DEMO = Path(swarm.models.__file__).parent / "demo"
@@ -115,22 +114,22 @@ SCHEMAS = {
 }
 
 
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("name", SCHEMAS)
-def test_whatever_is_sampled_fits_the_schema(grammars, tokenizer, name, seed):
-    schema, fits = SCHEMAS[name]
-    assert fits(json.loads(sample(grammars, tokenizer, schema_request(schema), seed=seed))) in (True, None)
+def test_whatever_is_sampled_fits_the_schema(grammars, tokenizer):
+    for name in SCHEMAS:
+        for seed in range(3):
+            schema, fits = SCHEMAS[name]
+            assert fits(json.loads(sample(grammars, tokenizer, schema_request(schema), seed=seed))) in (True, None)
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_json_object(grammars, tokenizer, seed):
-    asked = request(response_format={"type": "json_object"})
-    assert isinstance(json.loads(sample(grammars, tokenizer, asked, seed=seed)), dict)
+def test_json_object(grammars, tokenizer):
+    for seed in range(3):
+        asked = request(response_format={"type": "json_object"})
+        assert isinstance(json.loads(sample(grammars, tokenizer, asked, seed=seed)), dict)
 
 
-@pytest.mark.parametrize("fields", [{}, {"response_format": None}, {"response_format": {"type": "text"}}])
-def test_text_is_not_constrained(grammars, fields):
-    assert constrain(grammars, request(**fields), None) is None
+def test_text_is_not_constrained(grammars):
+    for fields in [{}, {"response_format": None}, {"response_format": {"type": "text"}}]:
+        assert constrain(grammars, request(**fields), None) is None
 
 
 def test_what_is_not_known_is_ignored_unless_strict(grammars):
@@ -147,26 +146,22 @@ def deep(levels):
     return schema
 
 
-@pytest.mark.parametrize(
-    ("response_format", "says"),
-    [
+def test_unknown_formats_are_refused(grammars):
+    for response_format, says in [
         ({"type": "yaml"}, "response_format: Invalid enum value 'yaml'"),
         ({"type": "json_schema"}, "needs json_schema.schema"),
         ({"type": "json_schema", "json_schema": {"name": "x"}}, "needs json_schema.schema"),
         ({"type": "json_schema", "json_schema": {"schema": [1]}}, "Expected `object | null`, got `array`"),
         ({}, "missing required field `type`"),
-    ],
-)
-def test_unknown_formats_are_refused(grammars, response_format, says):
-    with pytest.raises(InvalidGenerationRequest) as raised:
-        constrain(grammars, request(response_format=response_format), None)
-    assert says in str(raised.value)
-    assert raised.value.parameter == "response_format"
+    ]:
+        with pytest.raises(InvalidGenerationRequest) as raised:
+            constrain(grammars, request(response_format=response_format), None)
+        assert says in str(raised.value)
+        assert raised.value.parameter == "response_format"
 
 
-@pytest.mark.parametrize(
-    ("schema", "says"),
-    [
+def test_schemas_that_cannot_be_used_are_refused(grammars):
+    for schema, says in [
         ({"type": "banana"}, "Invalid type: banana"),
         ({"$ref": "http://example.org/schema"}, "does not fetch resources"),
         ({"$ref": "file:///etc/passwd"}, "does not fetch resources"),
@@ -176,13 +171,11 @@ def test_unknown_formats_are_refused(grammars, response_format, says):
         ({"enum": ["x" * 70_000]}, "the schemas are longer than 64 KiB"),
         (deep(200), "recursion limit"),
         ({"allOf": [{"type": "string", "pattern": f".*a.*{n}"} for n in range(40)]}, "it is too complex"),
-    ],
-)
-def test_schemas_that_cannot_be_used_are_refused(grammars, schema, says):
-    with pytest.raises(InvalidGenerationRequest) as raised:
-        constrain(grammars, schema_request(schema), None)
-    assert says in str(raised.value)
-    assert "\n" not in str(raised.value)
+    ]:
+        with pytest.raises(InvalidGenerationRequest) as raised:
+            constrain(grammars, schema_request(schema), None)
+        assert says in str(raised.value)
+        assert "\n" not in str(raised.value)
 
 
 WEATHER = {
@@ -204,22 +197,18 @@ CLOCK = {"type": "function", "function": {"name": "clock", "parameters": {"addit
 NAMED = {"type": "function", "function": {"name": "weather"}}
 
 
-@pytest.mark.parametrize(
-    ("syntax", "choice"),
-    [*((syntax, "required") for syntax in TABLE), (HERMES, NAMED)],
-    ids=lambda value: str(value)[:40],
-)
-def test_a_forced_call_is_one_that_can_be_read(grammars, tokenizer, syntax, choice):
-    asked = request(tools=[WEATHER, CLOCK], tool_choice=choice)
-    for seed in range(2):
-        text = sample(grammars, tokenizer, asked, syntax, seed)
-        parser = ToolCallParser(syntax, frozenset({"weather", "clock"}))
-        (before, calls), (behind, more) = parser.feed(text), parser.finish()
-        assert (before, behind, more) == ("", "", [])
-        (call,) = calls
-        arguments = json.loads(call.arguments)
-        assert arguments.get("city") in ("Bern", "Zürich") if call.name == "weather" else arguments == {}
-        assert call.name == "weather" or choice == "required"
+def test_a_forced_call_is_one_that_can_be_read(grammars, tokenizer):
+    for syntax, choice in [*((syntax, "required") for syntax in TABLE), (HERMES, NAMED)]:
+        asked = request(tools=[WEATHER, CLOCK], tool_choice=choice)
+        for seed in range(2):
+            text = sample(grammars, tokenizer, asked, syntax, seed)
+            parser = ToolCallParser(syntax, frozenset({"weather", "clock"}))
+            (before, calls), (behind, more) = parser.feed(text), parser.finish()
+            assert (before, behind, more) == ("", "", [])
+            (call,) = calls
+            arguments = json.loads(call.arguments)
+            assert arguments.get("city") in ("Bern", "Zürich") if call.name == "weather" else arguments == {}
+            assert call.name == "weather" or choice == "required"
 
 
 def test_marks_that_are_tokens_are_written_as_these(tokenizer):
@@ -246,9 +235,8 @@ def test_with_tools_an_answer_of_a_form_may_be_a_call_too(grammars, tokenizer):
     assert any(text.startswith("<tool_call>") for text in texts)
 
 
-@pytest.mark.parametrize(
-    ("tools", "choice", "syntax", "says"),
-    [
+def test_calls_that_cannot_be_forced(grammars):
+    for tools, choice, syntax, says in [
         (
             [WEATHER],
             {"type": "function", "function": {"name": "other"}},
@@ -262,11 +250,9 @@ def test_with_tools_an_answer_of_a_form_may_be_a_call_too(grammars, tokenizer):
             HERMES,
             "parameters of f are not an object",
         ),
-    ],
-)
-def test_calls_that_cannot_be_forced(grammars, tools, choice, syntax, says):
-    with pytest.raises(InvalidGenerationRequest, match=says):
-        constrain(grammars, request(tools=tools, tool_choice=choice), syntax)
+    ]:
+        with pytest.raises(InvalidGenerationRequest, match=says):
+            constrain(grammars, request(tools=tools, tool_choice=choice), syntax)
 
 
 def test_a_token_that_may_not_come_is_an_error(grammars, tokenizer):
@@ -342,25 +328,22 @@ def test_what_is_allowed_depends_on_the_tokens_alone(grammars, tokenizer, moves)
 SEVERAL_LINES = "a\n?/b"
 
 
-@pytest.mark.parametrize(
-    "pattern",
-    [
-        "[0-9]{3}-[0-9]{4}",
-        "[a-c]+/[a-c]+",
-        r"a\/b",
-        SEVERAL_LINES,
-        r'"x" \| y\\',
-        "(yes|no)(, (yes|no)){2}",
-        "/",
-        r"\n/\r",
-        "é+|ß",
-    ],
-)
-@pytest.mark.parametrize("field", ["guided_regex", "structured_outputs"])
-def test_texts_of_a_regular_expression(grammars, tokenizer, pattern, field):
-    asked = request(**{field: pattern if field == "guided_regex" else {"regex": pattern}})
-    for seed in range(3):
-        assert re.fullmatch(pattern, sample(grammars, tokenizer, asked, seed=seed))
+def test_texts_of_a_regular_expression(grammars, tokenizer):
+    for field in ["guided_regex", "structured_outputs"]:
+        for pattern in [
+            "[0-9]{3}-[0-9]{4}",
+            "[a-c]+/[a-c]+",
+            r"a\/b",
+            SEVERAL_LINES,
+            r'"x" \| y\\',
+            "(yes|no)(, (yes|no)){2}",
+            "/",
+            r"\n/\r",
+            "é+|ß",
+        ]:
+            asked = request(**{field: pattern if field == "guided_regex" else {"regex": pattern}})
+            for seed in range(3):
+                assert re.fullmatch(pattern, sample(grammars, tokenizer, asked, seed=seed))
 
 
 @given(st.text(alphabet='/\\ab\n[]"|', min_size=1, max_size=8))
@@ -375,53 +358,48 @@ def test_a_regular_expression_stays_one_in_a_grammar(pattern):
     assert "\n" not in written
 
 
-@pytest.mark.parametrize(
-    "fields", [{"guided_choice": ["yes", "no", 'a "word"\n']}, {"structured_outputs": {"choice": ["x"]}}]
-)
-def test_one_of_several_texts(grammars, tokenizer, fields):
-    choice = fields.get("guided_choice") or fields["structured_outputs"]["choice"]
-    asked = request(**fields)
-    assert {sample(grammars, tokenizer, asked, seed=seed) for seed in range(20)} == set(choice)
+def test_one_of_several_texts(grammars, tokenizer):
+    for fields in [{"guided_choice": ["yes", "no", 'a "word"\n']}, {"structured_outputs": {"choice": ["x"]}}]:
+        choice = fields.get("guided_choice") or fields["structured_outputs"]["choice"]
+        asked = request(**fields)
+        assert {sample(grammars, tokenizer, asked, seed=seed) for seed in range(20)} == set(choice)
 
 
-@pytest.mark.parametrize("schema", [{"type": "integer", "minimum": 7, "maximum": 7}, '{"const": 7}'])
-def test_the_schemas_of_other_servers_fields(grammars, tokenizer, schema):
-    for fields in ({"guided_json": schema}, {"structured_outputs": {"json": schema, "regex": None}}):
-        assert sample(grammars, tokenizer, request(**fields)) == "7"
+def test_the_schemas_of_other_servers_fields(grammars, tokenizer):
+    for schema in [{"type": "integer", "minimum": 7, "maximum": 7}, '{"const": 7}']:
+        for fields in ({"guided_json": schema}, {"structured_outputs": {"json": schema, "regex": None}}):
+            assert sample(grammars, tokenizer, request(**fields)) == "7"
 
 
-@pytest.mark.parametrize(
-    ("fields", "param"),
-    [
+def test_forms_that_cannot_be_are_named_by_their_field(grammars):
+    for fields, param in [
         ({"guided_regex": "a(?=b)"}, "guided_regex"),
         ({"guided_regex": "a\\"}, "guided_regex"),
         ({"structured_outputs": {"regex": "("}}, "structured_outputs.regex"),
         ({"guided_json": {"type": 7}}, "guided_json"),
         ({"guided_choice": ["x" * 40_000, "y" * 40_000]}, "guided_choice"),
-    ],
-)
-def test_forms_that_cannot_be_are_named_by_their_field(grammars, fields, param):
-    with pytest.raises(InvalidGenerationRequest) as caught:
-        constrain(grammars, request(**fields), None)
-    assert caught.value.parameter == param
+    ]:
+        with pytest.raises(InvalidGenerationRequest) as caught:
+            constrain(grammars, request(**fields), None)
+        assert caught.value.parameter == param
 
 
 GAP = re.compile(r"( |\n( {0,16}|\t{0,8}))?")
 
 
-@pytest.mark.parametrize("form", [{"type": "json_object"}, None])
-def test_a_gap_is_one_space_or_a_line_break_and_its_indent(grammars, tokenizer, form):
-    asked = request(response_format=form) if form else schema_request(PERSON)
-    for seed in range(5):
-        text = sample(grammars, tokenizer, asked, seed=seed)
-        outside = re.sub(r'"(?:[^"\\]|\\.)*"', '""', text)
-        assert all(GAP.fullmatch(gap) for gap in re.findall(r"\s+", outside))
+def test_a_gap_is_one_space_or_a_line_break_and_its_indent(grammars, tokenizer):
+    for form in [{"type": "json_object"}, None]:
+        asked = request(response_format=form) if form else schema_request(PERSON)
+        for seed in range(5):
+            text = sample(grammars, tokenizer, asked, seed=seed)
+            outside = re.sub(r'"(?:[^"\\]|\\.)*"', '""', text)
+            assert all(GAP.fullmatch(gap) for gap in re.findall(r"\s+", outside))
 
 
-@pytest.mark.parametrize("indent", [None, 2, 4, "\t"])
-def test_json_may_be_written_in_the_usual_ways(grammars, tokenizer, indent):
-    written = json.dumps({"name": "Ann", "age": 7, "tags": ["a", "b"]}, indent=indent)
-    constraint = constrain(grammars, schema_request(PERSON), None)
-    tokens = tokenizer(written)["input_ids"]
-    for place, token in enumerate(tokens):
-        assert token in allowed(constraint, tokens[:place], tokenizer)
+def test_json_may_be_written_in_the_usual_ways(grammars, tokenizer):
+    for indent in [None, 2, 4, "\t"]:
+        written = json.dumps({"name": "Ann", "age": 7, "tags": ["a", "b"]}, indent=indent)
+        constraint = constrain(grammars, schema_request(PERSON), None)
+        tokens = tokenizer(written)["input_ids"]
+        for place, token in enumerate(tokens):
+            assert token in allowed(constraint, tokens[:place], tokenizer)

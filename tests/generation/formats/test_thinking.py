@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -23,9 +22,8 @@ def separated(pieces: list[str], is_open: bool = False) -> tuple[str, str]:
     return "".join(thought for thought, _ in found), "".join(content for _, content in found)
 
 
-@pytest.mark.parametrize(
-    ("text", "is_open", "expected"),
-    [
+def test_thoughts_come_before_content():
+    for text, is_open, expected in [
         ("<think>\nBecause.\n</think>\n\nSo.", False, ("Because.", "So.")),
         ("\n<think></think>So. ", False, ("", "So. ")),
         ("Because.\n</think>So <think> it </think>", True, ("Because.", "So <think> it </think>")),
@@ -35,10 +33,8 @@ def separated(pieces: list[str], is_open: bool = False) -> tuple[str, str]:
         (" <thi", False, ("", " <thi")),
         ("a<think>b</think>", False, ("", "a<think>b</think>")),
         ("", False, ("", "")),
-    ],
-)
-def test_thoughts_come_before_content(text, is_open, expected):
-    assert separated([text], is_open) == expected
+    ]:
+        assert separated([text], is_open) == expected
 
 
 PARTS = st.sampled_from(["<think>", "</think>", "<th", "</", "a", " ", "\n", ">"])

@@ -56,7 +56,6 @@ def test_what_was_kept_counts_under_the_same_conditions_only(tmp_path, monkeypat
     assert asyncio.run(find_speed(tmp_path, "cpu", 1)) == SPEED
     keep_speed(tmp_path, measurement_conditions("cpu", 1), other)
     assert asyncio.run(find_speed(tmp_path, "cpu", 1)) == other
-    assert asyncio.run(find_speed(tmp_path, "cpu", 1, again=True)) == SPEED
 
 
 def test_a_report_counts_what_the_own_server_has(tmp_path):

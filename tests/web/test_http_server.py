@@ -4,20 +4,31 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from pathlib import Path
 from typing import Any
 
 import pytest
 import uvicorn
+from starlette.applications import Starlette
+from starlette.routing import Mount
+from starlette.testclient import TestClient
 
-from swarm.web import connection_timeouts
-from swarm.web.connection_timeouts import TimeoutHttpProtocol
-from swarm.web.http_server import SignalFreeServer, listen
+from swarm.web import http_server
+from swarm.web.http_server import (
+    SECURITY_HEADERS,
+    SHARED_FOLDER,
+    PageFiles,
+    SecurityHeaders,
+    SignalFreeServer,
+    TimeoutHttpProtocol,
+    listen,
+)
 
 
 @pytest.mark.parametrize("ends", [True, False])
 def test_a_client_that_reads_nothing_is_disconnected(monkeypatch: pytest.MonkeyPatch, ends: bool) -> None:
     """Whether or not its response is aborted meanwhile: closing alone would wait until everything is read."""
-    monkeypatch.setattr(connection_timeouts, "UNREAD_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(http_server, "UNREAD_TIMEOUT_S", 0.2)
     left = asyncio.Event()
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
@@ -54,8 +65,14 @@ def test_a_client_that_reads_nothing_is_disconnected(monkeypatch: pytest.MonkeyP
 HEAD = b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
 
 
-@pytest.mark.parametrize("answers", ["before", "when it has the body", "in parts"])
-@pytest.mark.parametrize("garbage", [b"x\r\n", b"5\r\nhello\r\n-1\r\n", b"f" * 21 + b"\r\n"])
+@pytest.mark.parametrize(
+    ("answers", "garbage"),
+    [
+        ("before", b"x\r\n"),
+        ("when it has the body", b"5\r\nhello\r\n-1\r\n"),
+        ("in parts", b"f" * 21 + b"\r\n"),
+    ],
+)
 def test_a_body_that_is_no_http_is_answered_once_and_quietly(
     caplog: pytest.LogCaptureFixture, answers: str, garbage: bytes
 ) -> None:
@@ -98,3 +115,35 @@ def test_a_body_that_is_no_http_is_answered_once_and_quietly(
     assert answer.count(b"HTTP/1.1 ") == 1
     assert answer.startswith(b"HTTP/1.1 400 " if answers == "when it has the body" else b"HTTP/1.1 200 ")
     assert [record.getMessage() for record in caplog.records] == ["Invalid HTTP request received."]
+
+
+@pytest.fixture
+def client(tmp_path: Path) -> TestClient:
+    folder = tmp_path / "page"
+    (folder / "ui").mkdir(parents=True)
+    (folder / "ui" / "dom.js").write_text("own")
+    (tmp_path / "secret.py").write_text("secret")
+    app = Starlette(routes=[Mount("/page", PageFiles(folder, {"Cache-Control": "no-cache"}))])
+    return TestClient(SecurityHeaders(app))
+
+
+def test_own_and_shared_files(client: TestClient) -> None:
+    assert client.get("/page/ui/dom.js").text == "own"
+    palette = client.get("/page/palette.css")
+    assert palette.content == (SHARED_FOLDER / "palette.css").read_bytes()
+    assert palette.headers["content-type"].startswith("text/css")
+
+
+def test_nothing_else(client: TestClient) -> None:
+    for path in ["../secret.py", "%2e%2e/secret.py", "ui/../../secret.py", "ui", "none.js", ""]:
+        assert client.get(f"/page/{path}").status_code == 404
+
+
+def test_headers(client: TestClient) -> None:
+    for name in ("ui/dom.js", "palette.css"):
+        headers = client.get(f"/page/{name}").headers
+        assert headers["cache-control"] == "no-cache"
+        assert {header: headers[header] for header in SECURITY_HEADERS} == {
+            **SECURITY_HEADERS,
+            "Cache-Control": "no-cache",
+        }

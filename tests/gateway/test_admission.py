@@ -1,4 +1,4 @@
-"""Admission of requests: limits, the queue, and turns of keys."""
+"""Admission of requests: limits of a key, the queue, and turns of keys."""
 
 from __future__ import annotations
 
@@ -9,9 +9,98 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swarm.gateway.admission.admission_control import AdmissionControl
-from swarm.gateway.admission.api_keys import ApiKey, KeyLimits
-from swarm.gateway.admission.rate_limits import WINDOW_S, NotAdmitted
+from swarm.gateway.admission import WINDOW_S, AdmissionControl, FairQueue, NotAdmitted, SlidingWindow
+from swarm.gateway.api_keys import ApiKey, KeyLimits
+
+FREE = KeyLimits()
+
+
+@given(st.lists(st.tuples(st.integers(0, 50), st.integers(0, 9)), max_size=20), st.integers(0, 60), st.integers(0, 50))
+def test_a_window_knows_how_long_to_wait(steps, rest, amount):
+    window, now = SlidingWindow(), 0.0
+    for seconds, count in steps:
+        now += seconds
+        window.add(now, count)
+    now += rest
+    wait = window.seconds_until(now, amount)
+    assert wait >= 0
+    assert window.sum(now + wait) <= amount
+    if wait > 0:
+        earlier = SlidingWindow()
+        for (_, count), when in zip(steps, [sum(s for s, _ in steps[: i + 1]) for i in range(len(steps))], strict=True):
+            earlier.add(when, count)
+        assert earlier.sum(now + wait - 0.5) > amount
+
+
+def test_a_window_drops_old_entries_without_being_read():
+    window = SlidingWindow()
+    for second in range(1000):
+        window.add(float(second), 1)
+    assert len(window._entries) <= WINDOW_S
+
+
+def fill(words):
+    turns = FairQueue()
+    for word in words.split():
+        turns.push(word[0], word)
+    return turns
+
+
+def pop(turns):
+    """The next one, which is also what was announced."""
+    first = turns.first()
+    assert turns.pop() is first
+    return first
+
+
+def test_keys_take_turns():
+    for come, go in [
+        ("a1 a2 a3", "a1 a2 a3"),
+        ("a1 a2 a3 b1", "a1 b1 a2 a3"),
+        ("a1 a2 b1 c1 b2", "a1 b1 c1 a2 b2"),
+        ("", ""),
+    ]:
+        turns = fill(come)
+        assert " ".join(pop(turns) for _ in range(len(turns))) == go
+
+
+def test_removed_items_are_not_next():
+    turns = fill("a1 a2 b1")
+    turns.remove("a", "a1")
+    turns.remove("a", "a1")
+    turns.remove("c", "c1")
+    assert len(turns) == 2
+    assert [turns.pop(), turns.pop()] == ["a2", "b1"]
+
+
+def test_the_newest_request_of_the_longest_queue_gives_way():
+    turns = fill("a1 b1 b2 b3 c1")
+    assert turns.longest_key() == "b"
+    assert turns.pop_newest("b") == "b3"
+    assert (turns.count_of("b"), turns.count_of("d"), len(turns)) == (2, 0, 4)
+
+
+@given(st.lists(st.tuples(st.sampled_from(["push", "pop"]), st.sampled_from("abc")), max_size=60))
+def test_every_other_key_goes_before_a_waiting_request_at_most_once(steps):
+    turns: FairQueue[tuple[str, int]] = FairQueue()
+    waiting: dict[str, int] = dict.fromkeys("abc", 0)
+    passed: dict[str, dict[str, int]] = {}
+    for number, (what, name) in enumerate(steps):
+        if what == "push":
+            turns.push(name, (name, number))
+            waiting[name] += 1
+            passed.setdefault(name, {})
+        elif len(turns):
+            gone, _ = turns.pop()
+            waiting[gone] -= 1
+            passed.pop(gone)
+            for other in passed.values():
+                other[gone] = other.get(gone, 0) + 1
+                assert other[gone] == 1
+            if waiting[gone]:
+                passed[gone] = {}
+        assert len(turns) == sum(waiting.values())
+
 
 FREE = KeyLimits()
 
@@ -116,14 +205,6 @@ def test_tokens_are_reserved_and_then_count_as_used():
     run(test())
 
 
-def test_a_request_beyond_the_limit_of_a_minute_is_never_admitted():
-    async def test():
-        refused = await refusal(AdmissionControl(10, 10, Clock()), key(tokens_per_minute=100), 101)
-        assert "are 101 tokens, and this key may use 100 a minute: ask for fewer" in str(refused)
-
-    run(test())
-
-
 def test_a_used_up_key_can_be_checked_in_advance():
     async def test():
         admission = AdmissionControl(1, 10, Clock())
@@ -134,25 +215,6 @@ def test_a_used_up_key_can_be_checked_in_advance():
         await Visitor(who).start(admission).go()
         with pytest.raises(NotAdmitted, match="1 requests a minute"):
             admission.check_limits(who, 0)
-
-    run(test())
-
-
-def test_running_and_waiting_requests_of_a_key_are_limited():
-    async def test():
-        admission = AdmissionControl(1, 10, Clock())
-        who = key(concurrent=2)
-        first, second = Visitor(who).start(admission), Visitor(who).start(admission)
-        await settle()
-        assert (admission.running, admission.waiting) == (1, 1)
-        assert "2 requests at once" in str(await refusal(admission, who))
-        second.task.cancel()
-        await settle()
-        third = Visitor(who).start(admission)
-        await settle()
-        await first.go()
-        await third.go()
-        assert (admission.running, admission.waiting) == (0, 0)
 
     run(test())
 
@@ -190,47 +252,6 @@ def test_a_request_waits_until_all_of_its_texts_fit():
         assert small.entered.is_set()
         await large.go()
         await small.go()
-
-    run(test())
-
-
-def test_a_request_of_too_many_texts_runs_alone():
-    async def test():
-        admission = AdmissionControl(4, 10, Clock())
-        small, large = Visitor(None).start(admission), Visitor(None, texts=8).start(admission)
-        await settle()
-        assert (admission.running, admission.waiting) == (1, 1)
-        await small.go()
-        await settle()
-        assert (admission.running, admission.waiting) == (1, 0)
-        await large.go()
-
-    run(test())
-
-
-def test_a_request_that_stops_waiting_lets_others_start():
-    async def test():
-        admission = AdmissionControl(4, 10, Clock())
-        first = Visitor(None, texts=2).start(admission)
-        large, small = Visitor(None, texts=3).start(admission), Visitor(None).start(admission)
-        await settle()
-        assert not small.entered.is_set()
-        large.task.cancel()
-        await settle()
-        assert small.entered.is_set()
-        await first.go()
-        await small.go()
-
-    run(test())
-
-
-def test_a_queue_of_size_0_refuses_at_once():
-    async def test():
-        admission = AdmissionControl(1, 0, Clock())
-        visitor = Visitor(None).start(admission)
-        await settle()
-        assert (await refusal(admission, key())).scope == "gateway"
-        await visitor.go()
 
     run(test())
 

@@ -1,6 +1,10 @@
 """Decides which requests run now, which wait, and which are rejected.
 
-Laws, beside those of `rate_limits`:
+Laws:
+- In any 60 seconds at most `requests_per_minute` requests of a key are accepted, and its requests use at most
+  `tokens_per_minute`. The window slides exactly: a token bucket would let twice as much through in the minute after a
+  pause. It has at most as many entries as the limit allows.
+- The tokens of a request are reserved from its acceptance to its end. What it used then counts for 60 more seconds.
 - What runs at the same time is counted in texts: a request may generate several, and each is a session on every server.
   A request waits until all of its texts fit, and requests that came later do not overtake it.
 - Keys take turns. A key with a hundred waiting requests neither delays the first request of another key nor fills the
@@ -11,19 +15,188 @@ Laws, beside those of `rate_limits`:
 from __future__ import annotations
 
 import asyncio
+from collections import OrderedDict, deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Generic, Literal, TypeVar
 
-from swarm.gateway.admission.api_keys import ApiKey
-from swarm.gateway.admission.fair_queue import FairQueue
-from swarm.gateway.admission.rate_limits import (
-    MAX_RETRY_AFTER_S,
-    MIN_RETRY_AFTER_S,
-    KeyUsage,
-    NotAdmitted,
-    format_seconds,
-)
+from swarm.gateway.api_keys import ApiKey, KeyLimits
+from swarm.gateway.openai.api_errors import TooManyRequests
+
+WINDOW_S = 60.0
+"""Over which requests and tokens are counted."""
+
+MIN_RETRY_AFTER_S, MAX_RETRY_AFTER_S = 1.0, 60.0
+"""Bounds of the time to wait if it is not known when other requests end."""
+
+LimitScope = Literal["key", "gateway"]
+
+
+class NotAdmitted(TooManyRequests):
+    """The request was not admitted.
+
+    Attributes:
+        scope: whether the key's own limits are used up, or the gateway is full.
+    """
+
+    def __init__(self, message: str, retry_after_s: float, scope: LimitScope) -> None:
+        super().__init__(message, code="rate_limit_exceeded", retry_after_s=retry_after_s)
+        self.scope = scope
+
+
+class SlidingWindow:
+    """A sum over the last 60 seconds: an amount added at `t` counts in `[t, t + 60)`."""
+
+    def __init__(self) -> None:
+        self._entries: deque[tuple[float, int]] = deque()
+        self._sum = 0
+
+    def sum(self, now: float) -> int:
+        """What counts now."""
+        while self._entries and self._entries[0][0] <= now - WINDOW_S:
+            self._sum -= self._entries.popleft()[1]
+        return self._sum
+
+    def add(self, now: float, amount: int) -> None:
+        """Count an amount from now on; `now` never goes back."""
+        self.sum(now)  # drops old entries, which nothing else would do for a key without limits
+        if amount > 0:
+            self._entries.append((now, amount))
+            self._sum += amount
+
+    def seconds_until(self, now: float, amount: int) -> float:
+        """Seconds until the sum is at most `amount`, if nothing is added."""
+        left, until = self.sum(now), now
+        for when, entry in self._entries:
+            if left <= amount:
+                break
+            left -= entry
+            until = when + WINDOW_S
+        return until - now
+
+
+@dataclass
+class KeyUsage:
+    """What one key uses.
+
+    Attributes:
+        requests: accepted in the last minute.
+        tokens: used in the last minute by requests that have ended.
+        open: requests that run or wait.
+        reserved: tokens of those.
+    """
+
+    requests: SlidingWindow = field(default_factory=SlidingWindow)
+    tokens: SlidingWindow = field(default_factory=SlidingWindow)
+    open: int = 0
+    reserved: int = 0
+
+    def check_limits(self, limits: KeyLimits, tokens: int, now: float) -> None:
+        """Check whether the key may have one more request of this many tokens now.
+
+        Raises:
+            NotAdmitted: a limit would be exceeded.
+        """
+        if limits.tokens_per_minute is not None and tokens > limits.tokens_per_minute:
+            raise NotAdmitted(
+                f"prompt and max_tokens are {tokens} tokens, and this key may use {limits.tokens_per_minute} a minute: "
+                "ask for fewer",
+                WINDOW_S,
+                "key",
+            )
+        if limits.concurrent is not None and self.open >= limits.concurrent:
+            raise NotAdmitted(
+                f"this key may have {limits.concurrent} requests at once: wait until one has ended",
+                MIN_RETRY_AFTER_S,
+                "key",
+            )
+        if limits.requests_per_minute is not None and self.requests.sum(now) >= limits.requests_per_minute:
+            wait_s = self.requests.seconds_until(now, limits.requests_per_minute - 1)
+            raise NotAdmitted(
+                f"this key may send {limits.requests_per_minute} requests a minute: "
+                f"try again in {format_seconds(wait_s)}",
+                wait_s,
+                "key",
+            )
+        if limits.tokens_per_minute is not None:
+            self._check_tokens(limits.tokens_per_minute, tokens, now)
+
+    def _check_tokens(self, limit: int, tokens: int, now: float) -> None:
+        left = limit - self.reserved - self.tokens.sum(now)
+        if tokens <= left:
+            return
+        # It is not known when running requests release what they have reserved.
+        spare = limit - self.reserved - tokens
+        wait_s = self.tokens.seconds_until(now, spare) if spare >= 0 else MAX_RETRY_AFTER_S
+        raise NotAdmitted(
+            f"this key may use {limit} tokens a minute and has {max(0, left)} left; this request reserves {tokens} "
+            f"(prompt and max_tokens): try again in {format_seconds(wait_s)}, or ask for fewer",
+            wait_s,
+            "key",
+        )
+
+
+def format_seconds(seconds: float) -> str:
+    """Whole seconds, rounded up, for messages."""
+    return f"{max(1, -int(-seconds // 1))} s"
+
+
+T = TypeVar("T")
+
+
+class FairQueue(Generic[T]):
+    """Round robin over the keys; the items of one key stay in the order in which they came."""
+
+    def __init__(self) -> None:
+        self._queues: OrderedDict[str | None, deque[T]] = OrderedDict()
+        self._count = 0
+
+    def __len__(self) -> int:
+        return self._count
+
+    def count_of(self, key_name: str | None) -> int:
+        """How many items of this key wait."""
+        return len(self._queues.get(key_name, ()))
+
+    def push(self, key_name: str | None, item: T) -> None:
+        """Add an item behind the others of its key. A key without items comes behind all keys that have some."""
+        self._queues.setdefault(key_name, deque()).append(item)
+        self._count += 1
+
+    def first(self) -> T:
+        """The item whose turn is next."""
+        return next(iter(self._queues.values()))[0]
+
+    def pop(self) -> T:
+        """Remove and return the item whose turn is next; its key goes behind the others."""
+        key_name = next(iter(self._queues))
+        item = self._queues[key_name].popleft()
+        self._queues.move_to_end(key_name)
+        self._item_left(key_name)
+        return item
+
+    def remove(self, key_name: str | None, item: T) -> None:
+        """Remove an item. Does nothing if it is not in the queue."""
+        if item in self._queues.get(key_name, ()):
+            self._queues[key_name].remove(item)
+            self._item_left(key_name)
+
+    def longest_key(self) -> str | None:
+        """The key with the most items."""
+        return max(self._queues, key=lambda key_name: len(self._queues[key_name]))
+
+    def pop_newest(self, key_name: str | None) -> T:
+        """Remove and return this key's last item."""
+        item = self._queues[key_name].pop()
+        self._item_left(key_name)
+        return item
+
+    def _item_left(self, key_name: str | None) -> None:
+        self._count -= 1
+        if not self._queues[key_name]:
+            del self._queues[key_name]
+
 
 INITIAL_RUN_S = 5.0
 """Estimate of how long a request runs before any has ended."""

@@ -1,4 +1,4 @@
-"""Streams of events, and clients that leave them, without a network."""
+"""Streams of events, and work that ends when its client disconnects, without a network."""
 
 from __future__ import annotations
 
@@ -7,9 +7,48 @@ from collections.abc import AsyncGenerator, Iterable
 
 import pytest
 
-from swarm.gateway.http.event_stream import EventStreamResponse, await_first_event, encode_event
+from swarm.gateway.http.responses import (
+    ClientDisconnected,
+    EventStreamResponse,
+    await_first_event,
+    cancel_on_disconnect,
+    encode_event,
+)
 from swarm.gateway.openai.api_errors import BadRequest, ServiceUnavailable
 from tests.gateway.http.fake_client import Client, run
+
+
+def test_work_ends_when_its_client_leaves():
+    async def work() -> None:
+        client, ended = Client(), asyncio.Event()
+
+        async def long() -> None:
+            try:
+                client.left.set()
+                await asyncio.Event().wait()
+            finally:
+                ended.set()
+
+        with pytest.raises(ClientDisconnected):
+            await cancel_on_disconnect(client.receive, long())
+        assert ended.is_set()
+
+    run(work)
+
+
+def test_work_that_is_done_or_fails():
+    async def work() -> None:
+        async def fails() -> None:
+            raise BadRequest("no")
+
+        async def answers() -> int:
+            return 7
+
+        assert await cancel_on_disconnect(Client().receive, answers()) == 7
+        with pytest.raises(BadRequest):
+            await cancel_on_disconnect(Client().receive, fails())
+
+    run(work)
 
 
 class Stream:

@@ -1,1 +1,0 @@
-"""Python processes that are started beside this one, and end with it."""
