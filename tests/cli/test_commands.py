@@ -18,7 +18,7 @@ OPTIONS = {
         "--announce-maddrs", "--relay", "--identity-path", "--device", "--dtype", "--quant", "--flash", "--flash-io",
         "--flash-exact", "--exits", "--exits-from", "--throughput", "--name", "--cache-tokens", "--cache-dir",
         "--update-period", "--adapters", "--adapter-memory", "--request-memory", "--new-peer-share",
-        "--compile", "--threads", "--stay", "--metrics", "--weights-from", "--digests", "--trust-on-first-use",
+        "--threads", "--stay", "--metrics", "--weights-from", "--digests", "--trust-on-first-use",
         "--share-weights", "--share-rate",
         "--log-format", "--help",
     },

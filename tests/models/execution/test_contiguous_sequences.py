@@ -12,7 +12,7 @@ from swarm.models.attention import contiguous_attention
 from swarm.models.attention.multi_session_attention import PackingUnsupported
 from swarm.models.execution.session_cache import SessionCache, StepComputation, advance_steps
 from swarm.models.execution.span_model import SpanModel
-from swarm.models.execution.trials.layout_trials import choose_layout
+from swarm.models.execution.strategy_choice import choose_layout
 from tests.models.execution.test_session_cache import HIDDEN, Both, close, layouts, load, slow
 
 FAMILIES = {

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from swarm.data_structures import Span, StepLayout
 from swarm.errors import WrongPosition
-from swarm.models.attention.contiguous_kv import ContiguousKV
+from swarm.models.attention.contiguous_attention import ContiguousKV
 from swarm.models.attention.padded_kv import PaddedKV
 from swarm.models.attention.page_pool import PagePool
 from swarm.models.checkpoints.checkpoint import open_checkpoint

@@ -15,17 +15,16 @@ from hypothesis import strategies as st
 
 from swarm.data_structures import ExitBatchRule, ExitConfidence, ExitThresholds, Span, StepLayout
 from swarm.models.execution import span_pass
-from swarm.models.execution.part_computation import compute_parts, fill_parts
 from swarm.models.execution.session_cache import SessionCache, StepComputation, advance_steps
 from swarm.models.execution.span_model import SpanModel
-from swarm.models.execution.span_pass import StepExits, pass_pieces
+from swarm.models.execution.span_pass import StepExits, compute_parts, fill_parts, pass_pieces
 from swarm.models.execution.strategy import PADDED
-from swarm.models.execution.tracing.traced_fill import traced_fill
-from swarm.models.execution.trials.exit_trials import choose_exit_forwards
+from swarm.models.execution.strategy_choice import choose_exit_forwards
+from swarm.models.execution.traced_fill import traced_fill
 from swarm.models.exits.confidence import state_similarity
 from swarm.models.exits.span_exits import SpanExits
 from tests.models.execution.test_session_cache import HIDDEN, close, load, load_as, slow
-from tests.models.execution.test_traced_forward import trace_of, traced
+from tests.models.execution.test_traced_forward import flat_of
 
 FAMILIES = ("llama", "gemma2", "gpt2", "qwen3", "deepseek_v3", "mistral", "cohere2", "gpt_oss", "qwen3_moe")
 THRESHOLDS = (0.0, 0.9, 0.97, 1.0)
@@ -161,8 +160,8 @@ def test_any_tokens_of_any_sessions_leave(family, tmp_path_factory):
 @pytest.mark.parametrize("family", ["llama", "gemma2", "deepseek_v2", "qwen3_moe"])
 def test_a_flat_forward_of_any_parts_whose_tokens_leave(family, tmp_path_factory):
     model = load(family, tmp_path_factory)
-    model = with_exits(traced(model, "flat", trace_of(model).flat(model.layers)))
-    assert model.narrowed(Span(2, 4)).strategy.forward == "flat"
+    model = with_exits(flat_of(model))
+    assert model.narrowed(Span(2, 4)).strategy.flat is not None
 
     check_decode_steps(model, examples=25)
 

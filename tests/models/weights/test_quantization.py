@@ -21,14 +21,13 @@ from swarm.models.checkpoints.footprint import memory_footprint
 from swarm.models.execution.session_cache import SessionCache
 from swarm.models.loading.span_loading import load_span
 from swarm.models.weights import quantization
-from swarm.models.weights.bitsandbytes_linear import BitsAndBytesLinear
 from swarm.models.weights.frozen_linear import FrozenLinear
-from swarm.models.weights.gpu_linears import GpuInt4Linear, GpuInt8Linear
 from swarm.models.weights.quantization import (
     INT4,
     INT8,
     NF4,
     NONE,
+    BitsAndBytesLinear,
     form_for_device,
     quantizable,
     quantize,
@@ -45,13 +44,11 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 KINDS = {
     "int8": Int8Linear,
     "int4": Int4Linear,
-    "int8 of a GPU": GpuInt8Linear,
-    "int4 of a GPU": GpuInt4Linear,
     "LLM.int8": lambda linear: BitsAndBytesLinear(linear, INT8, CPU),
     "NF4": lambda linear: BitsAndBytesLinear(linear, NF4, CPU),
 }
 NEEDS_BITSANDBYTES = pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed")
-OURS = ["int8", "int4", "int8 of a GPU", "int4 of a GPU"]
+OURS = ["int8", "int4"]
 ALL_KINDS = [*OURS, *(pytest.param(kind, marks=NEEDS_BITSANDBYTES) for kind in ("LLM.int8", "NF4"))]
 ERROR = {kind: 0.012 if "int8" in kind else 0.11 for kind in KINDS}
 """Of products of normal weights, relative to their norm."""
@@ -185,15 +182,24 @@ def test_an_unknown_packing_is_refused(monkeypatch):
     require_available(INT8, CPU)
 
 
-def test_devices_without_kernels_are_refused():
+def test_what_a_machine_cannot_compute_is_refused(monkeypatch):
     with pytest.raises(InvalidOption, match="not on mps"):
         require_available(INT8, torch.device("mps"))
     require_available(NONE, torch.device("mps"))
+    for form, device in ((NF4, CPU), (INT4, torch.device("cuda"))):
+        monkeypatch.setattr(quantization, "find_spec", lambda name: name)
+        with pytest.raises(InvalidOption, match="4 bits are nf4 on a GPU"):
+            require_available(form, device)
+    monkeypatch.setattr(quantization, "find_spec", lambda name: None)
+    for form in (INT8, NF4):
+        with pytest.raises(InvalidOption, match="pip install bitsandbytes"):
+            require_available(form, torch.device("cuda"))
+    require_available(INT8, CPU)
 
 
 def test_nf4_is_called_what_it_is():
     assert form_for_device(CPU, NF4) == INT4
-    assert form_for_device(torch.device("cuda"), NF4) == (NF4 if find_spec("bitsandbytes") is not None else INT4)
+    assert form_for_device(torch.device("cuda"), NF4) == NF4
     assert form_for_device(CPU, INT8) == INT8
 
 
