@@ -26,7 +26,7 @@ from swarm.models.exits.span_exits import SpanExits
 from tests.models.execution.test_session_cache import HIDDEN, close, load, load_as, slow
 from tests.models.execution.test_traced_forward import flat_of
 
-FAMILIES = ("llama", "gemma2", "gpt2", "qwen3", "deepseek_v3", "mistral", "cohere2", "gpt_oss", "qwen3_moe")
+FAMILIES = ("llama", "gemma2", "gpt2", "deepseek_v3", "gpt_oss", "qwen3_moe")
 THRESHOLDS = (0.0, 0.9, 0.97, 1.0)
 BLOCKS = (2, 3, 4)
 """Exits of a span of the blocks 1:4."""
@@ -157,7 +157,7 @@ def test_any_tokens_of_any_sessions_leave(family, tmp_path_factory):
     check_decode_steps(model, examples=25)
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "deepseek_v2", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["llama", "deepseek_v2"])
 def test_a_flat_forward_of_any_parts_whose_tokens_leave(family, tmp_path_factory):
     model = load(family, tmp_path_factory)
     model = with_exits(flat_of(model))
@@ -323,7 +323,7 @@ def test_steps_without_exits_compute_as_they_always_did(tmp_path_factory, monkey
     assert torch.equal(SessionCache(with_some).step(hidden, layout), expected)
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3", "deepseek_v3", "cohere2"])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "deepseek_v3"])
 def test_a_traced_fill_is_what_the_modules_store(family, tmp_path_factory):
     model = load(family, tmp_path_factory)
     filled = model.with_strategy(replace(model.strategy, traced_fill=traced_fill(model)))
