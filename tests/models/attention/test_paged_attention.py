@@ -59,9 +59,8 @@ def test_the_rules_that_the_kernel_knows():
         assert window_of(sliding_window_causal_mask_function(size)) == (size - 1, 0)
 
 
-@pytest.mark.parametrize(
-    "function",
-    [
+def test_other_rules_are_not_taken_for_them():
+    for function in (
         chunked_causal_mask_function(4, torch.zeros(1, dtype=torch.int64)),
         sliding_window_bidirectional_mask_function(4),
         or_masks(sliding_window_overlay(4), causal_mask_function),
@@ -73,11 +72,9 @@ def test_the_rules_that_the_kernel_knows():
         sliding_window_causal_mask_function(0),
         lambda batch, head, query, key: key <= query,
         print,
-    ],
-)
-def test_other_rules_are_not_taken_for_them(function):
-    with pytest.raises(PackingUnsupported):
-        window_of(function)
+    ):
+        with pytest.raises(PackingUnsupported):
+            window_of(function)
 
 
 def test_a_window_that_means_something_else_is_found_out(monkeypatch):
@@ -191,9 +188,9 @@ def test_what_lies_behind_a_sequence_is_not_read():
     assert torch.equal(call(query=query, key=key, value=value), expected)
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
+def test_what_a_kernel_would_refuse_or_read_elsewhere_is_an_error():
+    call()
+    for changes in (
         {"cu_seq_q": torch.tensor([0, 1, 3])},  # 64 bits
         {"seqused_k": torch.tensor([3, 5])},
         {"block_table": torch.tensor([[0, 1, 2], [3, 4, 5]])},
@@ -206,12 +203,9 @@ def test_what_lies_behind_a_sequence_is_not_read():
         {"block_table": integers((0, 1), (3, 4))},
         {"enable_gqa": False},
         {"query": torch.randn(3, 3, 8)},
-    ],
-)
-def test_what_a_kernel_would_refuse_or_read_elsewhere_is_an_error(changes):
-    call()
-    with pytest.raises(ValueError, match=" "):
-        call(**changes)
+    ):
+        with pytest.raises(ValueError, match=" "):
+            call(**changes)
 
 
 PAGES = torch.zeros(3, 8, 2, 16)
@@ -233,9 +227,8 @@ def only_the_first_row(*args, **kwargs):
     return output
 
 
-@pytest.mark.parametrize(
-    "kernel",
-    [
+def test_kernels_that_compute_something_else_are_found_out():
+    for kernel in (
         wrong(window_size=(-1, 0)),
         wrong(window_size=(-1, -1)),
         wrong(scale=0.1),
@@ -243,11 +236,9 @@ def only_the_first_row(*args, **kwargs):
         lambda *args, **kwargs: reference_kernel(*args, **kwargs) * 1.1,
         lambda *args, **kwargs: reference_kernel(args[0], args[2], args[1], *args[3:], **kwargs),
         lambda *args, **kwargs: reference_kernel(*args, **{**kwargs, "block_table": kwargs["block_table"].flip(1)}),
-    ],
-)
-def test_kernels_that_compute_something_else_are_found_out(kernel):
-    for dtype in (torch.float32, torch.bfloat16):
-        assert not agrees_with_reference(kernel, PAGES.to(dtype))
+    ):
+        for dtype in (torch.float32, torch.bfloat16):
+            assert not agrees_with_reference(kernel, PAGES.to(dtype))
 
 
 def test_a_cpu_computes_with_the_reference():
