@@ -68,7 +68,6 @@ bench: $(VENV)/dev
 	$(BIN)/python -m benchmarks.decoding.memory
 	$(BIN)/python -m benchmarks.network.wire
 	$(BIN)/python -m benchmarks.decoding.quantization
-	$(BIN)/python -m benchmarks.decoding.gpu_decode
 	$(BIN)/python -m benchmarks.network.push
 	$(BIN)/python -m benchmarks.network.failover
 	$(BIN)/python -m benchmarks.network.routing

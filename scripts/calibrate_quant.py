@@ -28,8 +28,7 @@ from swarm.models.checkpoints.checkpoint import DEMO_FOLDER, open_checkpoint
 from swarm.models.execution.span_model import SpanModel
 from swarm.models.loading.span_loading import load_span
 from swarm.models.weights import frozen_linear
-from swarm.models.weights.bitsandbytes_linear import BitsAndBytesLinear
-from swarm.models.weights.quantization import INT4, INT8, NF4, NONE, quantizable, weight_bytes
+from swarm.models.weights.quantization import INT4, INT8, NF4, NONE, BitsAndBytesLinear, quantizable, weight_bytes
 
 CPU = torch.device("cpu")
 MARK = "<!-- table of scripts/calibrate_quant.py -->"

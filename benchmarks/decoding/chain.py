@@ -1,6 +1,6 @@
 """Decode speed of chains of 1, 2, 3 and 4 servers relative to the local transformers model, and the cost of a hop.
 
-    python -m benchmarks.decoding.chain [--shape tiny] [--tokens 64] [--repeats 5] [--compile] [--json FILE]
+    python -m benchmarks.decoding.chain [--shape tiny] [--tokens 64] [--repeats 5] [--json FILE]
 
 Every server is a process with one torch thread; so is the local model. For each chain length, the local model and the
 chain are measured alternately, so that other load on the machine affects both. `ms a hop` is the slope, over the number
@@ -16,7 +16,7 @@ import json
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -63,23 +63,21 @@ class Series:
         return [local / chain for local, chain in zip(self.local, self.chain, strict=True)]
 
 
-def measure(shape: str, tokens: int, repeats: int, options: Sequence[str] = ()) -> dict[int, Series]:
+def measure(shape: str, tokens: int, repeats: int) -> dict[int, Series]:
     """Measure every chain length."""
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         path = make_model(shape, Path(folder))
         local = AutoModelForCausalLM.from_pretrained(path)
-        return {servers: measure_chain(shape, path, local, servers, tokens, repeats, options) for servers in CHAINS}
+        return {servers: measure_chain(shape, path, local, servers, tokens, repeats) for servers in CHAINS}
 
 
-def measure_chain(
-    shape: str, path: Path, local: PreTrainedModel, servers: int, tokens: int, repeats: int, options: Sequence[str] = ()
-) -> Series:
+def measure_chain(shape: str, path: Path, local: PreTrainedModel, servers: int, tokens: int, repeats: int) -> Series:
     """Measure a chain and the local model alternately."""
     prompt = torch.randint(0, 1024, (1, PROMPT_TOKENS), generator=torch.Generator().manual_seed(1))
     blocks = split_blocks(SHAPES[shape].num_hidden_layers, servers)
     series = Series([], [], [])
-    with LocalSwarm(str(path), blocks, options=("--threads", "1", "--throughput", "1000", *options)) as swarm:
+    with LocalSwarm(str(path), blocks, options=("--threads", "1", "--throughput", "1000")) as swarm:
         model = AutoDistributedModelForCausalLM.from_pretrained(path, initial_peers=[swarm.address], wire="none")
 
         def run(which: PreTrainedModel, count: int) -> torch.Tensor:
@@ -154,13 +152,11 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, default="tiny")
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--compile", action="store_true", help="servers compile their blocks")
     parser.add_argument("--json", type=Path, help="also write the raw results to this file")
     arguments = parser.parse_args()
     quiet_hivemind()
     about = machine.describe()
-    options = ["--compile"] if arguments.compile else []
-    results = measure(arguments.shape, arguments.tokens, arguments.repeats, options)
+    results = measure(arguments.shape, arguments.tokens, arguments.repeats)
     print(", ".join(f"{name} {value}" for name, value in about.items()), end="\n\n")
     print(table(arguments.shape, results))
     if arguments.json:

@@ -25,7 +25,7 @@ from swarm.data_structures import Span, StepLayout
 from swarm.models.checkpoints.checkpoint import open_checkpoint
 from swarm.models.execution.session_cache import SessionCache, advance_steps
 from swarm.models.execution.span_model import SpanModel
-from swarm.models.execution.trials.forward_trials import choose_forward
+from swarm.models.execution.strategy_choice import choose_forward
 from swarm.models.loading.span_loading import load_span
 
 CPU = torch.device("cpu")

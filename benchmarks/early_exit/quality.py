@@ -39,8 +39,7 @@ from swarm.models.checkpoints.checkpoint import DEMO_FOLDER, open_checkpoint
 from swarm.models.execution.session_cache import SessionCache, advance_steps
 from swarm.models.execution.span_model import SpanModel
 from swarm.models.execution.span_pass import StepExits
-from swarm.models.execution.trials.exit_trials import choose_exit_forwards
-from swarm.models.execution.trials.forward_trials import choose_forward
+from swarm.models.execution.strategy_choice import choose_exit_forwards, choose_forward
 from swarm.models.exits.confidence import softmax_response, state_similarity
 from swarm.models.exits.model_head import ModelHead
 from swarm.models.exits.span_exits import SpanExits

@@ -29,8 +29,7 @@ from benchmarks.common.tables import spread, table
 from swarm.data_structures import ExitConfidence, Span, WireFormat
 from swarm.models.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from swarm.models.execution.span_model import SpanModel
-from swarm.models.execution.trials.exit_trials import choose_exit_forwards
-from swarm.models.execution.trials.forward_trials import choose_forward
+from swarm.models.execution.strategy_choice import choose_exit_forwards, choose_forward
 from swarm.models.exits.model_head import ModelHead
 from swarm.models.exits.span_exits import SpanExits
 from swarm.models.exits.trained_exits import BaseModel, ExitClassifier, TrainedExits

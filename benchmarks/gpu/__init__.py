@@ -1,1 +1,1 @@
-"""One command for the minutes in which a CUDA machine is at hand: `python -m benchmarks.gpu`."""
+"""What a machine with a GPU has to prove."""

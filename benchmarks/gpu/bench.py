@@ -1,18 +1,21 @@
-"""What the cases of a step are given: the device, how large things may be, and what was measured before."""
+"""What a case is given, and what it may say."""
 
 from __future__ import annotations
 
 import gc
+import statistics
 import time
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import torch
 
-from benchmarks.gpu.records import Journal, Measured
+from swarm.models.execution.cuda_graphs import CudaGraphRecorder, GraphRecorder, Replay
 
 T = TypeVar("T")
+
+Value = float | int | str
 
 
 class WrongResult(Exception):
@@ -20,101 +23,87 @@ class WrongResult(Exception):
 
 
 class NotHere(Exception):
-    """This machine, or the time that is left, does not allow a case; the message says why."""
+    """This machine cannot do it; the message says why."""
 
 
-class Bench:
-    """A machine for the cases of one step.
+@dataclass(frozen=True)
+class Found:
+    """What a case has found.
 
-    Args:
-        device: the card, or what stands in for it.
-        real: whether it is a card.
-        journal: where records of earlier steps are.
-        deadline: `time.monotonic()` by which the step has to be over.
+    Attributes:
+        values: figures by name, with their unit in the name.
+        goal: what a figure should be; "" if there is no goal.
+        met: whether it is.
     """
 
-    def __init__(self, device: torch.device, real: bool, journal: Journal, deadline: float) -> None:
-        self.device = device
-        self.real = real
-        self.journal = journal
-        self.deadline = deadline
-        self._kept: tuple[Hashable, object] | None = None
-
-    @property
-    def seconds_left(self) -> float:
-        """How long the step may still take."""
-        return self.deadline - time.monotonic()
-
-    def sized(self, on_card: T, on_stand_in: T) -> T:
-        """The first on a card; the second, which is small, where there is none."""
-        return on_card if self.real else on_stand_in
-
-    def keep(self, key: Hashable, make: Callable[[], T]) -> T:
-        """What `make` returns, made once for cases that ask for the same key in a row. Only one thing is kept."""
-        if self._kept is None or self._kept[0] != key:
-            self.forget()
-            self._kept = key, make()
-        found: T = self._kept[1]  # type: ignore[assignment]
-        return found
-
-    def forget(self) -> None:
-        """Free what was kept."""
-        self._kept = None
-        gc.collect()
-        torch.cuda.empty_cache()
-
-    def free_bytes(self) -> int:
-        """Memory of the card that is free."""
-        return int(torch.cuda.mem_get_info(self.device)[0])
-
-    def rate(self, case: str, figure: str, measure: Callable[[Bench], float]) -> float:
-        """A figure that the first step has measured; measured now if that step did not get so far."""
-        for record in self.journal.records("card"):
-            if record.case == case and figure in record.values:
-                return float(record.values[figure])
-        return measure(self)
+    values: dict[str, Value] = field(default_factory=dict)
+    goal: str = ""
+    met: bool = True
 
 
 @dataclass(frozen=True)
 class Case:
-    """One thing to try or to measure.
-
-    Attributes:
-        name: unique in its step.
-        run: does it. Raises `WrongResult`, `NotHere`, or whatever goes wrong.
-        seconds: how long it takes on a card, about; it is not begun if less time is left.
-    """
+    """One thing to check or measure. It raises `WrongResult`, `NotHere`, or whatever goes wrong."""
 
     name: str
-    run: Callable[[Bench], Measured]
-    seconds: float = 2.0
+    run: Callable[[], Found]
 
 
 @dataclass(frozen=True)
-class Step:
-    """Cases that share a process, as long as none of them ends it.
+class Bench:
+    """A machine. Without a GPU, everything is small and runs on the processor, so that the command itself is tested."""
 
-    Attributes:
-        name: for options and records.
-        title: for the report.
-        seconds: the most that it may take.
-        cases: what there is to do on a machine.
-    """
+    device: torch.device
 
-    name: str
-    title: str
-    seconds: float
-    cases: Callable[[Bench], Sequence[Case]]
+    @property
+    def real(self) -> bool:
+        """Whether there is a GPU."""
+        return self.device.type == "cuda"
+
+    def sized(self, on_gpu: T, without: T) -> T:
+        """The first on a GPU; the second, which is small, without one."""
+        return on_gpu if self.real else without
+
+    def recorder(self) -> GraphRecorder:
+        """Records CUDA graphs; without a GPU, the function is called again."""
+        return CudaGraphRecorder(self.device) if self.real else _call_again
+
+    def free_bytes(self) -> int:
+        """Memory of the GPU that is free."""
+        gc.collect()
+        if not self.real:
+            return 1 << 28
+        torch.cuda.empty_cache()
+        return int(torch.cuda.mem_get_info(self.device)[0])
+
+    def seconds(self, function: Callable[[], object], repeats: int = 10) -> float:
+        """Median wall-clock time of a call, until all of it is computed. Three calls before are not counted."""
+        times = []
+        for _ in range(3 + repeats):
+            self._wait()
+            began = time.perf_counter()
+            function()
+            self._wait()
+            times.append(time.perf_counter() - began)
+        return statistics.median(times[3:])
+
+    def _wait(self) -> None:
+        if self.real:
+            torch.cuda.synchronize(self.device)
+
+    def bandwidth(self) -> float:
+        """Bytes/s of the memory: the larger of what a copy moves and of what a sum reads."""
+        source = torch.ones(self.sized(2 << 30, 16 << 20) // 4, device=self.device)
+        target, size = torch.empty_like(source), source.nbytes
+        return max(2 * size / self.seconds(lambda: target.copy_(source)), size / self.seconds(source.sum))
+
+    def matrix_rate(self, dtype: torch.dtype) -> float:
+        """Operations a second of a large matrix product of random numbers."""
+        size = self.sized(8192, 256)
+        left, right = (torch.randn(size, size, device=self.device).to(dtype) for _ in range(2))
+        return 2 * size**3 / self.seconds(lambda: left @ right)
 
 
-def seconds_of(device: torch.device, function: Callable[[], object], repeats: int = 5) -> float:
-    """Seconds of a call, by the card's own clock: the least of a few after one that is not counted."""
-    times = []
-    for _ in range(1 + repeats):
-        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        first.record()
-        function()
-        last.record()
-        torch.cuda.synchronize(device)
-        times.append(first.elapsed_time(last) / 1e3)
-    return min(times[1:])
+def _call_again(function: Callable[[], None]) -> Replay:
+    function()
+    return function

@@ -81,7 +81,7 @@ def run(clients: Sequence[Worker], tokens: int) -> tuple[float, list[float], lis
     return time.perf_counter() - began, list(seconds), list(texts)
 
 
-def measure(shape: str, count: int, servers: int, tokens: int, repeats: int, options: Sequence[str]) -> ClientSpeeds:
+def measure(shape: str, count: int, servers: int, tokens: int, repeats: int) -> ClientSpeeds:
     """Measure one client, all clients and the local model alternately."""
     torch.set_num_threads(1)
     figures = ClientSpeeds()
@@ -97,7 +97,7 @@ def measure(shape: str, count: int, servers: int, tokens: int, repeats: int, opt
 
         expected = local.generate(prompts(1), max_new_tokens=tokens, do_sample=False)[0, PROMPT_TOKENS:].tolist()
         with (
-            LocalSwarm(str(path), blocks, options=("--threads", "1", "--throughput", "1000", *options)) as swarm,
+            LocalSwarm(str(path), blocks, options=("--threads", "1", "--throughput", "1000")) as swarm,
             start_workers("benchmarks.serving.clients", [str(path), swarm.address], count) as clients,
         ):
             for _ in range(repeats):
@@ -138,7 +138,6 @@ def main() -> None:
     parser.add_argument("--servers", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--compile", action="store_true", help="servers compile their blocks")
     parser.add_argument("--json", type=Path, help="also write the raw results to this file")
     parser.add_argument("--worker", nargs=3, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -147,10 +146,7 @@ def main() -> None:
         return run_client(path, address, int(number))
     quiet_hivemind()
     about = machine.describe()
-    options = ["--compile"] if arguments.compile else []
-    figures = measure(
-        arguments.shape, arguments.clients, arguments.servers, arguments.tokens, arguments.repeats, options
-    )
+    figures = measure(arguments.shape, arguments.clients, arguments.servers, arguments.tokens, arguments.repeats)
     print(", ".join(f"{name} {value}" for name, value in about.items()), end="\n\n")
     print(f"shape {arguments.shape}, fp32, {arguments.servers} servers, {arguments.tokens} tokens a text")
     print(table(figures, arguments.clients))

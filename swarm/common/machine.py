@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from functools import cache
 from pathlib import Path
-from typing import Any
 
 import psutil
-import torch
 
 CGROUP = Path("/sys/fs/cgroup")
 """Where a container finds its own limits (cgroup v2)."""
@@ -21,13 +18,6 @@ def available_memory() -> int:
     machine = int(psutil.virtual_memory().available)
     container = _container_memory(CGROUP)
     return machine if container is None else max(min(machine, container), 0)
-
-
-@cache
-def multiprocessors(device: torch.device) -> int:
-    """How many multiprocessors a GPU has; 1 for another device."""
-    properties: Any = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
-    return int(properties.multi_processor_count) if properties is not None else 1
 
 
 def _container_memory(cgroup: Path) -> int | None:

@@ -53,7 +53,7 @@ OPTIONS_AS_GIVEN = (
     type=click.Choice(["auto", "none", "int8", "nf4"]),
     default="auto",
     help="Hold the weights in 8 or 4 bits. auto: none if the blocks fit, else int8. "
-    "Without bitsandbytes on a GPU, nf4 is held and announced as int4 (16 evenly spaced values for each group).",
+    "On a CPU, nf4 is held and announced as int4 (16 evenly spaced values for each group); a GPU needs bitsandbytes.",
 )
 @click.option(
     "--flash",
@@ -136,12 +136,6 @@ OPTIONS_AS_GIVEN = (
     "[default: no limit]",
 )
 @click.option("--update-period", type=click.FloatRange(1, 200), default=30.0, help="Seconds between announcements.")
-@click.option(
-    "--compile",
-    "compiled",
-    is_flag=True,
-    help="Compile the blocks for decoding. Small blocks get faster; needs a C++ compiler and half a minute once.",
-)
 @click.option("--threads", type=click.IntRange(min=1), help="Number of torch threads.  [default: torch decides]")
 @console.metrics_option
 @console.log_format_option
@@ -193,10 +187,6 @@ def _server_config(options: Mapping[str, Any], peers: tuple[str, ...]) -> Server
     from swarm.server.throughput.throughput_option import ThroughputOption
     from swarm.transport.p2p import P2PConfig
 
-    throughput_cache = default_path()
-    compile_cache_dir = None
-    if options["compiled"] and throughput_cache is not None:
-        compile_cache_dir = throughput_cache.parent / "compiled"
     return ServerConfig(
         **{name: options[name] for name in OPTIONS_AS_GIVEN},
         blocks=BlocksOption.parse(options["blocks"]),
@@ -209,8 +199,7 @@ def _server_config(options: Mapping[str, Any], peers: tuple[str, ...]) -> Server
             relay=options["relay"],
         ),
         throughput=ThroughputOption.parse(options["throughput"]),
-        throughput_cache=throughput_cache,
-        compile_cache_dir=compile_cache_dir,
+        throughput_cache=default_path(),
         weights=WeightsOption(
             source=options["weights_from"],
             digests=options["digests"],

@@ -131,8 +131,7 @@ class ServerConfig:
         throughput_cache: file of earlier measurements; None to keep none.
         stay: never move to other blocks.
         name: shown to others beside the peer id.
-        compile_cache_dir: folder for compiled code; None to compile nothing.
-        quant: format of the weights: "none", "int8", "nf4" (int4 without a GPU and bitsandbytes), or "auto".
+        quant: format of the weights: "none", "int8", "nf4" (int4 on a CPU), or "auto".
         cache_tokens: tokens that the attention cache can hold; None for the default.
         adapters: folders or hub ids of adapters that every client may use.
         adapter_memory: bytes for clients' adapters; None for the default.
@@ -159,7 +158,6 @@ class ServerConfig:
     throughput_cache: Path | None = None
     stay: bool = False
     name: str = ""
-    compile_cache_dir: Path | None = None
     quant: str = "auto"
     cache_tokens: int | None = None
     adapters: tuple[str, ...] = ()

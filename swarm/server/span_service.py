@@ -18,8 +18,7 @@ from swarm.metrics.server import ServerObserver
 from swarm.models.adapters.adapter_files import read_block_weights
 from swarm.models.block_loading import return_freed_memory
 from swarm.models.execution.span_model import SpanModel
-from swarm.models.execution.trials.exit_trials import choose_exit_forwards
-from swarm.models.execution.trials.forward_trials import choose_forward
+from swarm.models.execution.strategy_choice import choose_exit_forwards, choose_forward
 from swarm.models.exits.model_head import ModelHead, head_bytes
 from swarm.models.exits.span_exits import NOTHING_TRAINED, SpanExits
 from swarm.models.loading.flash_loading import load_flash_span
@@ -271,17 +270,13 @@ async def _load_model(config: ResolvedConfig, span: Span, compute_thread: Comput
 
 
 async def _choose_forward(config: ResolvedConfig, model: SpanModel, compute_thread: ComputeThread) -> SpanModel:
-    """The model of the same blocks that computes them in the fastest way."""
+    """The model of the same blocks with the forward that suits this machine."""
     began = time.monotonic()
-    if config.options.compile_cache_dir is not None and model.flash is None:
-        logger.info("Compiling, unless it was done before: about half a minute")
     if model.strategy.paging is not None:
         # All pages at once: a pool that grows moves, and graphs recorded on it would have to be recorded again.
         await compute_thread.run(model.strategy.paging.pool.reserve, config.cache_tokens)
-    chosen = await compute_thread.run(choose_forward, model, config.options.compile_cache_dir)
+    chosen = await compute_thread.run(choose_forward, model)
     logger.info("Execution: %s, chosen in %.1f s", chosen.strategy, time.monotonic() - began)
-    for trial in chosen.strategy.trials:
-        logger.info("Tried: %s", trial)
     return chosen
 
 
@@ -314,7 +309,7 @@ async def _add_exits(
         return model
     began = time.monotonic()
     with_exits = model.with_exits(exits)
-    await compute_thread.run(choose_exit_forwards, with_exits, config.options.compile_cache_dir)
+    await compute_thread.run(choose_exit_forwards, with_exits)
     logger.info(
         "Exits: in front of blocks %s by %s, ready in %.1f s",
         ", ".join(map(str, exits.blocks)),

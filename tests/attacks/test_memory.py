@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 
 from swarm.data_structures import WireFormat
 from swarm.models.execution.span_model import SpanModel
-from swarm.models.execution.trials.layout_trials import choose_layout
+from swarm.models.execution.strategy_choice import choose_layout
 from swarm.protocol import messages
 from swarm.protocol.compression import encode_tensor
 from swarm.protocol.framing import encode_prefix

@@ -17,7 +17,7 @@ OPTIONS = {
         "--announce-maddrs", "--relay", "--identity-path", "--device", "--dtype", "--quant", "--flash", "--flash-io",
         "--flash-exact", "--exits", "--exits-from", "--throughput", "--name", "--cache-tokens", "--cache-dir",
         "--update-period", "--adapters", "--adapter-memory", "--request-memory",
-        "--compile", "--threads", "--stay", "--metrics", "--weights-from", "--digests",
+        "--threads", "--stay", "--metrics", "--weights-from", "--digests",
         "--share-weights", "--share-rate",
         "--log-format", "--help",
     },

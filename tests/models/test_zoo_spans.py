@@ -76,22 +76,6 @@ class Chain:
         return hidden
 
 
-@pytest.fixture(scope="module", params=zoo.FAMILIES)
-def folder(request, tmp_path_factory) -> Path:
-    return zoo.make_checkpoint(request.param, tmp_path_factory.mktemp("zoo") / request.param)
-
-
-@pytest.fixture(scope="module")
-def local(folder) -> Local:
-    return Local(folder)
-
-
-@pytest.fixture(scope="module")
-def chain(folder) -> Chain:
-    """Each span loaded by itself, as by three servers."""
-    return Chain([load(folder, span) for span in SPANS], PADS)
-
-
 def load(folder: Path, span: Span) -> SpanModel:
     return load_span(open_checkpoint(folder), span, dtype=torch.float32, device=torch.device("cpu"))
 
@@ -107,12 +91,21 @@ def real_tokens(start: int, end: int) -> torch.Tensor:
     return torch.arange(start, end) >= torch.tensor(PADS).unsqueeze(1)
 
 
-def test_the_text_of_the_zoo_varies(local):
+@pytest.mark.parametrize("family", zoo.FAMILIES)
+def test_spans_compute_what_the_whole_model_does(family, tmp_path):
+    """The one pass over all families; other tests take a few of them."""
+    folder = zoo.make_checkpoint(family, tmp_path)
+    local = Local(folder)
     zoo.assert_text_varies(local.model)
-
-
-def test_prefill_and_steps(local, chain):
+    chain = Chain([load(folder, span) for span in SPANS], PADS)  # each loaded by itself, as by three servers
     check_prefill_and_steps(local, chain)
+    check_rollback(local, chain)
+    check_without_cache(local, chain)
+    if family != "llama4_text":  # it scales attention by the slot, in transformers too (in real models from 8192 on)
+        check_a_padded_row(local, chain)
+    whole = load(folder, Span(0, zoo.BLOCKS))
+    check_prefill_and_steps(local, Chain([whole.narrowed(span) for span in SPANS], PADS))
+    check_prefill_and_steps(local, Chain([whole], PADS))
 
 
 def check_prefill_and_steps(local: Local, chain: Chain) -> None:
@@ -124,14 +117,7 @@ def check_prefill_and_steps(local: Local, chain: Chain) -> None:
         assert_same(chain.run(local.entered, caches), local.left, real_tokens(start, end))
 
 
-def test_parts_of_one_loaded_span(local, folder):
-    """A route may use a part of what a server holds."""
-    whole = load(folder, Span(0, zoo.BLOCKS))
-    check_prefill_and_steps(local, Chain([whole.narrowed(span) for span in SPANS], PADS))
-    check_prefill_and_steps(local, Chain([whole], PADS))
-
-
-def test_rollback(local, chain):
+def check_rollback(local: Local, chain: Chain) -> None:
     caches = chain.new_caches()
     local.run(WHOLE)
     chain.run(local.entered, caches)
@@ -144,17 +130,15 @@ def test_rollback(local, chain):
     assert_same(result, local.left[:, kept:], real_tokens(kept, kept + OTHER.shape[1]))
 
 
-def test_without_cache(local, chain):
+def check_without_cache(local: Local, chain: Chain) -> None:
     local.run(WHOLE)
     received = local.entered.clone()
     assert_same(chain.run(local.entered), local.left, real_tokens(0, WHOLE.shape[1]))
     assert torch.equal(local.entered, received), "the caller's tensor was changed"
 
 
-def test_a_padded_row_computes_what_it_computes_alone(local, chain):
-    """So a server may put rows of different lengths into one rectangle."""
-    if local.model.config.model_type == "llama4_text":
-        pytest.skip("llama4 scales attention by the slot, in transformers too (in real models from slot 8192 on)")
+def check_a_padded_row(local: Local, chain: Chain) -> None:
+    """It computes what it computes alone, so a server may put rows of different lengths into one rectangle."""
     local.run(WHOLE)
     alone = Chain(chain.spans, pads=None).run(local.entered[:1, PADS[0] :])
     together = chain.run(local.entered)[:1, PADS[0] :]
@@ -171,8 +155,8 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize("family", REFUSED)
-def test_families_that_cannot_be_cut_are_refused_by_name_from_the_config_alone(family, tmp_path):
-    AutoConfig.for_model(family).save_pretrained(tmp_path)
-    with pytest.raises(UnsupportedModel, match=f"'{family}'"):
-        open_checkpoint(tmp_path)
+def test_families_that_cannot_be_cut_are_refused_by_name_from_the_config_alone(tmp_path):
+    for family in REFUSED:
+        AutoConfig.for_model(family).save_pretrained(tmp_path / family)
+        with pytest.raises(UnsupportedModel, match=f"'{family}'"):
+            open_checkpoint(tmp_path / family)

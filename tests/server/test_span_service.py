@@ -243,7 +243,7 @@ def test_blocks_on_flash_are_counted_and_let_go_of_when_the_server_leaves(checkp
 
     service = asyncio.run(serve())
     assert service.model.weight_bytes <= 70_000
-    assert service.model.strategy.forward == "plain"
+    assert service.model.strategy.flat is None
     first, second = observer.used
     assert first.read_bytes > 0
     assert 0 < second.read_bytes <= 2 * service.model.flash.record_bytes

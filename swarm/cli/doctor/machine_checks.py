@@ -99,20 +99,17 @@ def computes_on_gpu(requested: str) -> bool:
 
 
 def check_execution(requested: str) -> Finding:
-    """Try on this GPU how blocks are computed on it, with a few blocks of random weights, and packed weights."""
+    """Find out how this GPU computes blocks, with a few blocks of random weights."""
     import torch
 
-    from swarm.models.execution.trials.forward_trials import choose_forward
-    from swarm.models.execution.trials.layout_trials import choose_layout
+    from swarm.models.execution.strategy_choice import choose_forward, choose_layout
     from swarm.models.loading.random_span import llama_config, make_random_span
-    from swarm.models.weights.quantization import tried_products
     from swarm.server.memory_budget import resolve_device
 
     config = llama_config(TRIED_HIDDEN, 3 * TRIED_HIDDEN, TRIED_HIDDEN // 64, TRIED_HIDDEN // 64, TRIED_BLOCKS)
     span = make_random_span(config, dtype=torch.bfloat16, device=resolve_device(requested))
     found = choose_forward(choose_layout(span)).strategy
-    trials = (*found.trials, *tried_products(TRIED_HIDDEN, TRIED_HIDDEN, span.device))
-    return verdicts.execution(str(found), [str(trial) for trial in trials], found.graph_recorder is not None)
+    return verdicts.execution(str(found), found.graph_recorder is not None)
 
 
 def _cuda_driver_version() -> str:

@@ -125,18 +125,16 @@ def gpu(found: GpuProperties) -> Finding:
     return ok("GPU", said + (f", driver for CUDA {found.driver}" if found.driver else ""))
 
 
-def execution(chosen: str, trials: Sequence[str], recorded: bool) -> Finding:
+def execution(chosen: str, recorded: bool) -> Finding:
     """Judge how a GPU computes blocks.
 
     Args:
         chosen: the strategy.
-        trials: what was tried, and why it is used or not.
         recorded: whether decode steps are recorded as CUDA graphs, which is the fastest way.
     """
-    check, said = "Execution", "; ".join((chosen, *trials))
     if recorded:
-        return ok(check, said)
-    return warning(check, said, "it works, but slower than this card could; try a newer torch and NVIDIA driver")
+        return ok("Execution", chosen)
+    return warning("Execution", chosen, "it works, but slower than this card could; use torch 2.13 or newer")
 
 
 def no_gpu(has_card: bool, built_for: str | None) -> Finding:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from swarm.models.attention.contiguous_kv import grown_capacity
+from swarm.models.attention.contiguous_attention import grown_capacity
 
 
 class PaddedKVLayer(CacheLayerMixin):

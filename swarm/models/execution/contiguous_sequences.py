@@ -13,8 +13,7 @@ import torch
 
 from swarm.data_structures import StepLayout
 from swarm.errors import WrongPosition
-from swarm.models.attention.contiguous_attention import ContiguousBatch, ContiguousSegment
-from swarm.models.attention.contiguous_kv import ContiguousKV
+from swarm.models.attention.contiguous_attention import ContiguousBatch, ContiguousKV, ContiguousSegment
 from swarm.models.execution.span_model import SpanModel
 from swarm.models.execution.step_part import StepPart, adapter_segments
 

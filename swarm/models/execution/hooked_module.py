@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from swarm.models.attention.attention_switch import AttentionSwitch
+from swarm.models.attention.multi_session_attention import AttentionSwitch
 from swarm.models.cutting import cut_layers
 from swarm.models.rope_lengths import RopeLengths
 

@@ -22,9 +22,8 @@ from swarm.data_structures import StepLayout
 from swarm.errors import WrongPosition
 from swarm.models.adapters.adapter_batch import NO_ADAPTER, AdapterWeights
 from swarm.models.execution import contiguous_sequences, padded_sequences, paged_sequences
-from swarm.models.execution.part_computation import compute_parts
 from swarm.models.execution.span_model import SpanModel
-from swarm.models.execution.span_pass import StepExits, compute_in_pieces
+from swarm.models.execution.span_pass import StepExits, compute_in_pieces, compute_parts
 from swarm.models.execution.step_part import StepPart
 from swarm.models.execution.strategy import ExecutionStrategy
 

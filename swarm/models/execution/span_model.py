@@ -113,7 +113,7 @@ class SpanModel:
     def narrowed(self, span: Span) -> SpanModel:
         """Part of this span as a span of its own, sharing the weights. Raises `InvalidSpan` if it is not a part.
 
-        For any thread. Parts are as quick as the whole, where that runs a flat forward. They record no decode steps.
+        For any thread. Parts record no decode steps.
         """
         if not self.span.start <= span.start < span.end <= self.span.end:
             raise InvalidSpan(f"blocks {span} are not a part of the span {self.span}")
@@ -288,10 +288,10 @@ class SpanModel:
 
     def run_packed(self, hidden_NH: torch.Tensor, positions_N1: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
         """`forward_tokens` for positions that are on the device already. Only in inference mode."""
-        traced = self.strategy.traced
+        flat = self.strategy.flat
         with ActiveBatch(batch):
-            if traced is not None and self.runs_traced:
-                output_N1H = traced(hidden_NH.unsqueeze(1), positions_N1)
+            if flat is not None and self.runs_traced:
+                output_N1H = flat(hidden_NH.unsqueeze(1), positions_N1)
             else:
                 output_N1H = self.run_modules(batch, hidden_NH.unsqueeze(1), positions_N1)
         batch.require_attention_called()

@@ -14,16 +14,38 @@ were chosen for speed: nothing in the pass waits for them.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
 from swarm.data_structures import ExitConfidence, ExitThresholds, Span
-from swarm.models.execution.part_computation import compute_parts, fill_parts
+from swarm.models.execution import contiguous_sequences, padded_sequences, paged_sequences
 from swarm.models.execution.span_model import SpanModel
 from swarm.models.execution.step_part import StepPart
+from swarm.models.execution.strategy import CacheLayout
 from swarm.models.exits.span_exits import SpanExits, sequences_that_leave
+
+_COMPUTATIONS: dict[CacheLayout, Callable[[SpanModel, Sequence[StepPart]], list[torch.Tensor]]] = {
+    "contiguous": contiguous_sequences.compute_parts,
+    "paged": paged_sequences.compute_parts,
+    "padded": padded_sequences.compute_parts,
+}
+
+_FILLS: dict[CacheLayout, Callable[[SpanModel, Sequence[StepPart]], None]] = {
+    "contiguous": contiguous_sequences.fill_parts,
+    "paged": paged_sequences.fill_parts,
+}
+
+
+def compute_parts(model: SpanModel, parts: Sequence[StepPart]) -> list[torch.Tensor]:
+    """The outputs of each part. Keys and values go to the sequences as their steps leave them."""
+    return _COMPUTATIONS[model.strategy.layout](model, parts)
+
+
+def fill_parts(model: SpanModel, parts: Sequence[StepPart]) -> None:
+    """Only store keys and values, each block's from the same hidden states. For models with `SpanModel.can_fill`."""
+    _FILLS[model.strategy.layout](model, parts)
 
 
 @dataclass(frozen=True)

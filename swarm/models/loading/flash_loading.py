@@ -18,7 +18,7 @@ from swarm.models.block_loading import return_freed_memory
 from swarm.models.checkpoints.checkpoint import Checkpoint
 from swarm.models.execution.hooked_module import HookedModule
 from swarm.models.execution.span_model import SpanModel
-from swarm.models.execution.trials.layout_trials import LayoutRequest, choose_layout
+from swarm.models.execution.strategy_choice import LayoutRequest, choose_layout
 from swarm.models.flash.attach import attach_blocks
 from swarm.models.flash.files.planned_blocks import PlannedBlock
 from swarm.models.flash.files.prepared_block import PreparedBlock

@@ -36,7 +36,7 @@ def llama_config(
 def make_random_span(
     config: PreTrainedConfig, *, dtype: torch.dtype, device: torch.device, quant: str = quantization.NONE
 ) -> SpanModel:
-    """All blocks of a model of Llama's kind with random weights, in the padded layout until `layout_trials` chooses.
+    """All blocks of a model of Llama's kind with random weights, in the padded layout (see `choose_layout`).
 
     Args:
         quant: form of the weights, see `swarm.models.weights.quantization`.

@@ -9,7 +9,7 @@ from swarm.data_structures import Span
 from swarm.models.block_loading import load_block, return_freed_memory
 from swarm.models.checkpoints.checkpoint import Checkpoint
 from swarm.models.execution.span_model import SpanModel
-from swarm.models.execution.trials.layout_trials import LayoutRequest, choose_layout
+from swarm.models.execution.strategy_choice import LayoutRequest, choose_layout
 from swarm.models.loading.span_assembly import SpanAssembly
 from swarm.models.weights import frozen_linear, quantization
 
@@ -31,7 +31,7 @@ def load_span(
     Args:
         quant: form of the weights, see `swarm.models.weights.quantization`.
         progress: whether to show progress on the terminal.
-        layout: how the attention cache is laid out, see `swarm.models.execution.trials.layout_trials`.
+        layout: how the attention cache is laid out, see `swarm.models.execution.strategy_choice`.
 
     Raises:
         InvalidSpan: the span is outside the model.

@@ -15,8 +15,6 @@ import torch
 from torch import nn
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
-from swarm.common.trials import Trial
-
 PREPACKED_TOKENS = 128
 """Tokens that weights are prepacked for. oneDNN has two layouts: one for a single token, which is slower for more, and
 one for everything else, which is the same from 4 tokens on and as good as the other for a single one."""
@@ -38,13 +36,11 @@ class FrozenLinear(nn.Module):
 
     Attributes:
         rounds_inputs: whether the product rounds its inputs to fewer bits than they have.
-        trials: ways of computing the product that were tried on this machine.
 
     Shapes: any number of dimensions in front, `[..., in_features]` to `[..., out_features]`.
     """
 
     rounds_inputs = False
-    trials: tuple[Trial, ...] = ()
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()

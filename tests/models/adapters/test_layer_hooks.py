@@ -26,7 +26,7 @@ from swarm.models.checkpoints.checkpoint import open_checkpoint
 from swarm.models.cutting.lora_targets import linear_size
 from swarm.models.execution.session_cache import SessionCache, advance_steps, forward_without_cache
 from swarm.models.execution.span_model import SpanModel
-from swarm.models.execution.trials.forward_trials import choose_forward
+from swarm.models.execution.strategy_choice import choose_forward
 from swarm.models.loading.span_loading import load_span
 from swarm.models.weights.frozen_linear import FrozenLinear
 from tests import zoo
@@ -159,18 +159,16 @@ def test_a_traced_forward_is_left_out_where_an_adapter_runs(tmp_path_factory):
     plain, adapted = (forward_without_cache(model, hidden, layout, parts) for parts in (NO_ADAPTER, adapter))
     chosen = choose_forward(model).strategy
     calls = []
-    flat = chosen.traced
 
     def noted(*args):
         calls.append(1)
-        return flat(*args) if flat else model.run_modules(*args)
+        return chosen.flat(*args)
 
-    model = model.with_strategy(replace(chosen, forward="flat", traced=noted))
+    model = model.with_strategy(replace(chosen, flat=noted))
     close(forward_without_cache(model, hidden, layout, adapter), adapted)
     assert not calls
-    if flat is not None:
-        close(forward_without_cache(model, hidden, layout), plain)
-        assert calls
+    close(forward_without_cache(model, hidden, layout), plain)
+    assert calls
 
 
 def test_nothing_is_added_in_another_thread_or_afterwards(llama):

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swarm.models.attention.contiguous_kv import MIN_GROWTH_POSITIONS
+from swarm.models.attention.contiguous_attention import MIN_GROWTH_POSITIONS
 from swarm.models.attention.padded_kv import PaddedKV, PaddedKVLayer, PaddedSlice
 
 HEADS, KEY_DIM, VALUE_DIM = 2, 3, 5  # some families' keys and values have different widths

@@ -107,9 +107,13 @@ def test_a_layer_that_comes_late_has_room_for_all_pages():
     mark(pool, page, 1.0)
 
 
-@pytest.mark.parametrize("calls", range(8))
-def test_memory_that_runs_out_while_the_pool_grows_leaves_it_consistent(monkeypatch, calls):
+def test_memory_that_runs_out_while_the_pool_grows_leaves_it_consistent(monkeypatch):
     """Whichever storage it is that finds no memory. Both attempts fail, unless it is the last one of the first."""
+    for calls in range(8):
+        grow_without_memory(monkeypatch, calls)
+
+
+def grow_without_memory(monkeypatch: pytest.MonkeyPatch, calls: int) -> None:
     pool = written(3)
     before = pool.allocate(3)
     for page in before:

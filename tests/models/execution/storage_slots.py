@@ -8,9 +8,12 @@ from types import ModuleType
 import pytest
 import torch
 
-from swarm.models.attention import contiguous_kv, padded_kv
+from swarm.models.attention import contiguous_attention, padded_kv
 
-CONTIGUOUS: tuple[tuple[ModuleType, str], ...] = ((contiguous_kv, "_grown"), (contiguous_kv, "_selected"))
+CONTIGUOUS: tuple[tuple[ModuleType, str], ...] = (
+    (contiguous_attention, "_grown"),
+    (contiguous_attention, "_selected"),
+)
 PADDED: tuple[tuple[ModuleType, str], ...] = ((padded_kv, "_grown"), (padded_kv, "_assembled"))
 """The functions that make the storage of each layout."""
 

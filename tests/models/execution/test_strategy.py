@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from swarm.models.attention.page_pool import PagePool
-from swarm.models.attention.paged_attention import PagedAttention
-from swarm.models.attention.paged_kernels import reference_kernel
+from swarm.models.attention.paged_attention import PagedAttention, reference_kernel
 from swarm.models.execution.strategy import PADDED, ExecutionStrategy
-from swarm.models.execution.tracing.flat_forward import FlatForward
+from swarm.models.execution.traced_forward import FlatForward
 
 PAGING = PagedAttention(PagePool(), reference_kernel)
-
-
-def traced(hidden, positions):
-    return hidden
+FLAT = FlatForward(lambda hidden, positions: (), (len, str, repr))
 
 
 def recorder(function):
@@ -25,7 +19,6 @@ def recorder(function):
 
 def test_every_layout_but_the_padded_one_is_packed():
     assert not PADDED.packed
-    assert not ExecutionStrategy("padded").packed
     assert ExecutionStrategy("contiguous").packed
     assert ExecutionStrategy("paged", PAGING).packed
 
@@ -35,9 +28,7 @@ def test_every_layout_but_the_padded_one_is_packed():
     [
         {"layout": "paged"},
         {"layout": "contiguous", "paging": PAGING},
-        {"layout": "contiguous", "forward": "flat"},
-        {"layout": "contiguous", "traced": traced},
-        {"layout": "padded", "forward": "flat", "traced": traced},
+        {"layout": "padded", "flat": FLAT},
         {"layout": "contiguous", "graph_recorder": recorder},
     ],
 )
@@ -46,13 +37,10 @@ def test_parts_that_do_not_go_together_are_refused(parts):
         ExecutionStrategy(**parts)
 
 
-def test_what_is_left_of_a_strategy():
-    whole = ExecutionStrategy("paged", PAGING, "flat", traced, graph_recorder=recorder)
+def test_the_strategy_of_a_part():
+    whole = ExecutionStrategy("paged", PAGING, FLAT, print, recorder)
     assert str(whole) == "paged cache, flat forward, recorded decode steps"
-    assert whole.plain() == ExecutionStrategy("paged", PAGING)
-    assert whole.narrowed(1, 2) == ExecutionStrategy("paged", PAGING)
-    flat = FlatForward(lambda hidden, positions: (), (len, str, repr))
-    part = replace(whole, forward="compiled", flat=flat).narrowed(1, 2)
-    assert (part.forward, part.graph_recorder, part.traced) == ("flat", None, part.flat)
+    part = whole.narrowed(1, 2)
     assert part.flat.blocks == (str,)
+    assert part == ExecutionStrategy("paged", PAGING, part.flat)
     assert str(PADDED) == "padded cache, plain forward"

@@ -14,7 +14,7 @@ from swarm.models.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from swarm.models.execution.gradients import compute_gradients
 from swarm.models.execution.session_cache import SessionCache
 from swarm.models.execution.span_model import SpanModel
-from swarm.models.execution.trials.forward_trials import choose_forward
+from swarm.models.execution.strategy_choice import choose_forward
 from swarm.models.flash.reading.record_reader import FlashIo
 from swarm.models.loading import flash_loading, flash_preparation
 from swarm.models.loading.flash_loading import FlashOptions, load_flash_span
@@ -128,7 +128,7 @@ def test_too_little_memory_is_refused_with_what_is_needed(checkpoints, tmp_path)
 
 def test_the_forward_stays_plain(checkpoints, tmp_path):
     model = load(checkpoints("llama"), tmp_path)
-    assert choose_forward(model, tmp_path).strategy.forward == "plain"
+    assert choose_forward(model).strategy.flat is None
     model.flash.close()
 
 

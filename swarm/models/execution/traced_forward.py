@@ -1,27 +1,23 @@
-"""A span's forward over packed tokens without the family's modules: a flat list of torch calls, or compiled code.
+"""A span's forward over packed tokens without the family's modules: a list of torch calls, one function a block.
 
 Most of a decode step of small blocks is Python: modules that call modules, hooks, attributes, arguments passed on
-(about 0.3 ms a layer). `torch.export` runs the family's own code once and traces its operations. `flat` calls these one
-after the other; `compiled` lets AOTInductor turn them into machine code. That takes half a minute and a C++ compiler,
-but only once: the result is kept on disk.
+(about 0.3 ms a layer). `torch.export` runs the family's own code once and traces its operations, which are then called
+one after the other. Two kinds of operations stay calls of ours: attention, which differs with every batch, and products
+of frozen weights, which have a layout of their own.
 
-Two kinds of operations stay calls of ours: attention, which differs with every batch, and products of frozen weights,
-which have a layout of their own.
+Operations before the first block (rotary tables, say) become a function of the positions. Those of a block become a
+function of the hidden states in front of it and of what the first function returned. So nothing has to be traced again
+for sessions that use only some of the blocks, and a part takes no memory of its own.
 """
 
 from __future__ import annotations
 
-import hashlib
 import operator
-import os
-import tempfile
-import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -35,15 +31,12 @@ from swarm.models.attention.multi_session_attention import (
     PackedMask,
     active_batch,
 )
-from swarm.models.execution.tracing.flat_forward import FlatForward, divide
 from swarm.models.weights.frozen_linear import FrozenLinear
-
-TokenForward = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""Hidden states `[tokens, 1, hidden]` and positions `[tokens, 1]` to outputs, shaped like the hidden states."""
 
 TokenFill = Callable[[torch.Tensor, torch.Tensor, PackedBatch], None]
 """Stores in a batch the keys and values of hidden states `[tokens, 1, hidden]` at positions `[tokens, 1]`."""
 
+# Only what tracing needs: which shape comes out.
 _library = torch.library.Library("swarm", "DEF")
 _library.define("attend(Tensor query, Tensor keys, Tensor values, Tensor? sinks, int width, int site) -> Tensor")
 _library.define("multiply(Tensor inputs, int width, int site) -> Tensor")
@@ -70,6 +63,35 @@ _DIRECT: dict[Any, Callable[..., Any]] = {
     _ATEN.unsqueeze.default: torch.unsqueeze,
 }
 """Shortcuts to the same functions: calling an overload by name costs a microsecond more."""
+
+
+class NotDivisible(Exception):
+    """The blocks of a trace exchange more than hidden states, or the model does something between them."""
+
+
+@dataclass(frozen=True, eq=False)
+class FlatForward:
+    """Some blocks as functions.
+
+    Attributes:
+        prelude: hidden states `[tokens, 1, hidden]` and positions `[tokens, 1]` to what the blocks share, which depends
+            on positions only; of the hidden states it looks at the shape.
+        blocks: each takes what they share, then the hidden states in front of it, and returns those behind it.
+    """
+
+    prelude: Callable[[torch.Tensor, torch.Tensor], Sequence[Any]]
+    blocks: tuple[Callable[..., torch.Tensor], ...]
+
+    def __call__(self, hidden_N1H: torch.Tensor, positions_N1: torch.Tensor) -> torch.Tensor:
+        """Hidden states behind the last block, shaped like those in front of the first."""
+        shared = self.prelude(hidden_N1H, positions_N1)
+        for block in self.blocks:
+            hidden_N1H = block(*shared, hidden_N1H)
+        return hidden_N1H
+
+    def narrowed(self, start: int, end: int) -> FlatForward:
+        """Only the blocks [start, end) of these."""
+        return FlatForward(self.prelude, self.blocks[start:end])
 
 
 @dataclass(frozen=True)
@@ -123,25 +145,6 @@ class _TracingBatch(PackedBatch):
         return cast(torch.Tensor, torch.ops.swarm.attend(query_NH1D, *self._new_kv, extra.sinks, width, site))
 
 
-_running = threading.local()
-"""The trace whose compiled code this thread runs, so that its calls find the modules that they stand for."""
-
-
-def _attend(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, sinks: torch.Tensor | None, width: int, site: int
-) -> torch.Tensor:
-    return cast(torch.Tensor, _running.trace.sites[site](query, keys, values, sinks, width))
-
-
-def _multiply(inputs: torch.Tensor, width: int, site: int) -> torch.Tensor:
-    return cast(torch.Tensor, _running.trace.products[site].product(inputs))
-
-
-for _device in ("CPU", "CUDA"):
-    _library.impl("attend", _attend, _device)
-    _library.impl("multiply", _multiply, _device)
-
-
 class TracedForward:
     """A forward `run(batch, hidden, positions)` of `model`, traced as a list of operations.
 
@@ -177,8 +180,8 @@ class TracedForward:
                 Forward(), (example, positions), dynamic_shapes=({0: tokens}, {0: tokens}), strict=False
             )
         self._model = model
-        self.sites = batch.sites if isinstance(batch, _TracingBatch) else []
-        self.products = products
+        self._sites = batch.sites if isinstance(batch, _TracingBatch) else []
+        self._products = products
 
     def flat(self, layers: nn.ModuleList) -> FlatForward:
         """The operations one after the other, with bound weights and without checks and conversions that do nothing.
@@ -225,43 +228,116 @@ class TracedForward:
                 graph.erase_node(node)
             elif node.target is torch.ops.swarm.attend.default:
                 *arguments, site = node.args
-                node.target, node.args = self.sites[site].__call__, tuple(arguments)
+                node.target, node.args = self._sites[site].__call__, tuple(arguments)
             elif node.target is torch.ops.swarm.multiply.default:
                 inputs, _, site = node.args
-                node.target, node.args = self.products[site].product, (inputs,)
+                node.target, node.args = self._products[site].product, (inputs,)
             elif node.target in _DIRECT:
                 node.target = _DIRECT[node.target]
         graph.eliminate_dead_code()
         return module, bound
 
-    def compiled(self, folder: Path) -> TokenForward:
-        """Machine code from `folder`, compiled and saved there if it is missing. It shares the model's weights."""
-        path = folder / f"{self._fingerprint()}.pt2"
-        if not path.exists():
-            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            with _warnings_silenced(), tempfile.TemporaryDirectory(dir=folder) as temporary:
-                made = torch._inductor.aoti_compile_and_package(
-                    self._program,
-                    package_path=os.path.join(temporary, path.name),
-                    inductor_configs={"aot_inductor.package_constants_in_so": False},
-                )
-                os.replace(made, path)
-        package: Any = torch._inductor.aoti_load_package(str(path))
-        weights = {**self._program.state_dict, **self._program.constants}
-        constants = {name: weights[name] for name in package.get_constant_fqns()}
-        package.load_constants(constants, check_full_update=True, user_managed=True)
 
-        def function(hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-            _running.trace = self
-            return _single_output(package(hidden, positions))
+def divide(graph: fx.Graph, bound: Mapping[fx.Node, Any], layer_names: Mapping[str, int]) -> FlatForward:
+    """One function for each block of a traced forward.
 
-        return function
+    Args:
+        graph: its placeholders are those of `bound`, then hidden states and positions. It returns hidden states.
+        bound: what is passed for the other placeholders: weights, buffers and constants.
+        layer_names: of the modules that are blocks, to their numbers.
 
-    def _fingerprint(self) -> str:
-        """What the compiled code depends on: operations, shapes, versions, this kind of processor."""
-        shapes = [(name, tuple(value.shape), str(value.dtype)) for name, value in self._program.state_dict.items()]
-        parts = (str(self._program.graph), shapes, torch.__version__, torch.backends.cpu.get_cpu_capability())
-        return hashlib.sha256(repr((parts, _processor_flags())).encode()).hexdigest()[:32]
+    Raises `NotDivisible`.
+    """
+    hidden, positions = [node for node in graph.nodes if node.op == "placeholder" and node not in bound]
+    (result,) = graph.output_node().all_input_nodes
+    nodes = [node for node in graph.nodes if node.op not in ("placeholder", "output")]
+    layers = {node: _layer_number(node, layer_names) for node in nodes}
+    before = _shared_nodes(nodes, layers, {*bound, positions}, hidden, result)
+    blocks: list[list[fx.Node]] = [[] for _ in layer_names]
+    for node, number in layers.items():
+        if number is not None and node not in before:
+            blocks[number].append(node)
+    known = {*bound, positions, *before}
+    shared = [node for node in (positions, *before) if any(user not in before for user in node.users)]
+    functions, incoming = [], hidden
+    for number, own in enumerate(blocks):
+        following = result if number + 1 == len(blocks) else _handed_over(own)
+        allowed = {*known, incoming, *own}
+        for node in own:
+            if not allowed.issuperset(node.all_input_nodes):
+                raise NotDivisible(f"{node.name} uses what another block than the one before has computed")
+        functions.append(_function(own, (*shared, incoming), following, bound))
+        incoming = following
+    return FlatForward(_function([*before], (hidden, positions), shared, bound), tuple(functions))
+
+
+def _layer_number(node: fx.Node, layer_names: Mapping[str, int]) -> int | None:
+    """In which block the operation was traced; None if in none."""
+    stack: Iterable[tuple[str, Any]] = node.meta.get("nn_module_stack", {}).values()
+    return next((layer_names[name] for name, _ in stack if name in layer_names), None)
+
+
+def _shared_nodes(
+    nodes: Sequence[fx.Node],
+    layers: Mapping[fx.Node, int | None],
+    known: set[fx.Node],
+    hidden: fx.Node,
+    result: fx.Node,
+) -> dict[fx.Node, None]:
+    """What has to be computed before the first block, in order: what does not depend on hidden states, and is outside
+    of the blocks or used by several of them."""
+    needed, independent = _with_inputs([result]), set(known)
+    shared: list[fx.Node] = []
+    for node in nodes:
+        own = layers[node]
+        sized = node.target is torch.ops.aten.sym_size.int and node.args[0] is hidden
+        if sized or independent.issuperset(node.all_input_nodes):
+            independent.add(node)
+            if own is None or any(layers.get(user) not in (own, None) for user in node.users):
+                shared.append(node)
+        elif own is None and node in needed:
+            raise NotDivisible(f"{node.name} is computed outside of the blocks, from hidden states")
+    # What is computed with the inputs before the first block comes to nothing: received hidden states replace it.
+    chosen = _with_inputs([node for node in shared if node in needed])
+    return {node: None for node in nodes if node in chosen}
+
+
+def _with_inputs(nodes: Sequence[fx.Node]) -> set[fx.Node]:
+    """The nodes and everything that they are computed from."""
+    found, waiting = set(nodes), list(nodes)
+    while waiting:
+        new = set(waiting.pop().all_input_nodes) - found
+        found |= new
+        waiting += new
+    return found
+
+
+def _handed_over(own: Sequence[fx.Node]) -> fx.Node:
+    """The only result of a block that others use."""
+    nodes = set(own)
+    used = [node for node in own if any(user not in nodes for user in node.users)]
+    if len(used) != 1:
+        raise NotDivisible(f"a block hands over {', '.join(node.name for node in used) or 'nothing'}")
+    return used[0]
+
+
+def _function(
+    nodes: Sequence[fx.Node],
+    inputs: Sequence[fx.Node],
+    result: fx.Node | Sequence[fx.Node],
+    bound: Mapping[fx.Node, Any],
+) -> Callable[..., Any]:
+    """What the nodes compute, as a function of `inputs`."""
+    used = {one for node in nodes for one in node.all_input_nodes}
+    held = [node for node in bound if node in used]
+    graph = fx.Graph()
+    copies = {node: graph.placeholder(node.name) for node in (*held, *inputs)}
+    for node in nodes:
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+    graph.output(copies[result] if isinstance(result, fx.Node) else tuple(copies[node] for node in result))
+    graph.set_codegen(fx.graph.CodeGen())
+    forward: Callable[..., Any] = type(fx.GraphModule(nn.Module(), graph)).forward
+    return partial(forward, None, *[bound[node] for node in held])
 
 
 def _share_operations(graph: fx.Graph) -> None:
@@ -282,18 +358,6 @@ def _warnings_silenced() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
-
-
-def _single_output(result: Any) -> torch.Tensor:
-    return cast(torch.Tensor, result[0] if isinstance(result, (tuple, list)) else result)
-
-
-def _processor_flags() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:  # not Linux
-        return ""
-    return next((line for line in lines if line.startswith(("flags", "Features"))), "")
 
 
 @contextmanager

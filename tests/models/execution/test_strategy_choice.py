@@ -1,17 +1,19 @@
-"""Which layout is chosen for a model, and that it is tried before it is used."""
+"""Which strategy is chosen for a model, and that it is proven right before it is used."""
 
 from __future__ import annotations
+
+import logging
 
 import pytest
 import torch
 
 from swarm.models.attention.page_pool import PAGE_POSITIONS
-from swarm.models.attention.paged_kernels import reference_kernel
+from swarm.models.attention.paged_attention import reference_kernel
+from swarm.models.execution import strategy_choice
 from swarm.models.execution.span_model import SpanModel
 from swarm.models.execution.strategy import ExecutionStrategy
-from swarm.models.execution.trials import layout_trials
-from swarm.models.execution.trials.layout_trials import choose_layout
-from swarm.models.execution.trials.trial_runs import ScheduleRun
+from swarm.models.execution.strategy_choice import ScheduleRun, choose_forward, choose_layout
+from swarm.models.execution.traced_forward import FlatForward, TracedForward
 from tests.models.execution.test_session_cache import load
 
 
@@ -77,66 +79,24 @@ def test_a_cache_whose_single_tokens_are_wrong_is_not_used(model, layout, monkey
     monkeypatch.setattr(SpanModel, "run_packed", wrong)
     assert choose_layout(model, layout).strategy.layout == "padded"
     monkeypatch.undo()
-    monkeypatch.setattr(layout_trials, "agrees_with_reference", lambda kernel, pages: True)
-    monkeypatch.setattr(layout_trials, "candidate_kernels", lambda device: (wrong_for_single_tokens,))
+    monkeypatch.setattr(strategy_choice, "agrees_with_reference", lambda kernel, pages: True)
+    monkeypatch.setattr(strategy_choice, "candidate_kernels", lambda device: (wrong_for_single_tokens,))
     assert choose_layout(model, "paged").strategy.layout == "contiguous"
 
 
 @pytest.mark.parametrize("kernel", [refuses, ignores_windows, forgets])
 def test_a_kernel_that_does_not_do_what_it_should_is_not_used(model, kernel, monkeypatch):
     """Also where this model is computed right with it, until one with a window, or a longer sequence, comes."""
-    monkeypatch.setattr(layout_trials, "candidate_kernels", lambda device: (kernel,))
+    monkeypatch.setattr(strategy_choice, "candidate_kernels", lambda device: (kernel,))
     assert choose_layout(model, "paged").strategy == ExecutionStrategy("contiguous")
-    monkeypatch.setattr(layout_trials, "candidate_kernels", lambda device: (kernel, reference_kernel))
+    monkeypatch.setattr(strategy_choice, "candidate_kernels", lambda device: (kernel, reference_kernel))
     paging = choose_layout(model, "paged").strategy.paging
     assert paging is not None
     assert paging.kernel is reference_kernel
 
 
-def same(*args, **kwargs):
-    return reference_kernel(*args, **kwargs)
-
-
-def out_of_memory(kernel, keys, query_heads):
-    raise torch.OutOfMemoryError("CUDA out of memory")
-
-
-def only_others(kernel, keys, query_heads):
-    if kernel is same:
-        raise RuntimeError("not for this shape")
-    return 1.0
-
-
-@pytest.mark.parametrize(
-    ("seconds", "taken", "said"),
-    [
-        (out_of_memory, same, "its results are right, and none could be timed"),
-        (only_others, reference_kernel, "its results are right, and it is the fastest"),
-    ],
-)
-def test_kernels_that_cannot_be_timed_do_not_end_the_loading(model, monkeypatch, seconds, taken, said):
-    monkeypatch.setattr(layout_trials, "candidate_kernels", lambda device: (same, reference_kernel))
-    monkeypatch.setattr(layout_trials, "step_seconds", seconds)
-    strategy = choose_layout(model, "paged").strategy
-    assert strategy.paging.kernel is taken
-    assert (strategy.trials[-1].used, strategy.trials[-1].reason) == (True, said)
-    if taken is reference_kernel:
-        assert str(strategy.trials[-2]) == "pages by same: not used, it fails: not for this shape"
-
-
-def test_kernels_are_timed_with_the_model_s_heads(model, monkeypatch):
-    asked = []
-    monkeypatch.setattr(layout_trials, "candidate_kernels", lambda device: (same, reference_kernel))
-    monkeypatch.setattr(layout_trials, "step_seconds", lambda *args: asked.append(args[2]) or 1.0)
-    choose_layout(model, "paged")
-    assert asked == [model.module.config.num_attention_heads] * 2
-
-
-def test_without_a_kernel_sequences_are_contiguous(model, monkeypatch):
-    def missing(device):
-        raise ImportError("no module named torch.nn.attention.varlen")
-
-    monkeypatch.setattr(layout_trials, "candidate_kernels", missing)
+def test_a_torch_without_attention_over_pages(model, monkeypatch):
+    monkeypatch.setattr(strategy_choice, "candidate_kernels", lambda device: ())
     assert choose_layout(model, "paged").strategy == ExecutionStrategy("contiguous")
 
 
@@ -147,8 +107,8 @@ def test_without_a_kernel_sequences_are_contiguous(model, monkeypatch):
 def test_by_itself_a_model_is_in_pages_on_a_gpu_in_16_bits(model, monkeypatch, device, dtype, paged):
     tried = []
     run = ScheduleRun(torch.zeros(2, 1), torch.ones(2, 1), torch.tensor([False, True]))
-    monkeypatch.setattr(layout_trials, "run_schedule", lambda model, longer=0: run)
-    monkeypatch.setattr(layout_trials, "_try_pages", tried.append)
+    monkeypatch.setattr(strategy_choice, "run_schedule", lambda model, longer=0: run)
+    monkeypatch.setattr(strategy_choice, "_in_pages", tried.append)
     model.device, model.dtype = torch.device(device), dtype
     choose_layout(model)
     assert [one.strategy.layout for one in tried] == (["contiguous"] if paged else [])
@@ -157,9 +117,9 @@ def test_by_itself_a_model_is_in_pages_on_a_gpu_in_16_bits(model, monkeypatch, d
 def test_trials_stay_within_a_models_table_of_positions(model, monkeypatch):
     """A position beyond a table would end a GPU's process."""
     tried = []
-    schedule = layout_trials.run_schedule
+    schedule = strategy_choice.run_schedule
     monkeypatch.setattr(
-        layout_trials, "run_schedule", lambda model, longer=0: (tried.append(longer), schedule(model, longer))[1]
+        strategy_choice, "run_schedule", lambda model, longer=0: (tried.append(longer), schedule(model, longer))[1]
     )
     choose_layout(model, "paged")
     assert max(tried) == PAGE_POSITIONS
@@ -167,3 +127,32 @@ def test_trials_stay_within_a_models_table_of_positions(model, monkeypatch):
     model.cut.positions = 128
     choose_layout(model, "paged")
     assert set(tried) == {0}
+
+
+def test_the_forward_of_small_blocks_is_traced(model, monkeypatch):
+    before = model.strategy
+    chosen = choose_forward(model)
+    assert (chosen.strategy.layout, chosen.strategy.flat is not None) == ("contiguous", True)
+    assert model.strategy is before, "the model that was given is as it was"
+    paged = choose_layout(model, "paged")
+    assert choose_forward(paged).strategy.paging is paged.strategy.paging
+    monkeypatch.setattr(strategy_choice, "MAX_FLAT_BLOCK_BYTES", model.weight_bytes / model.span.length - 1)
+    assert choose_forward(model).strategy == before
+
+
+def test_a_flat_forward_that_is_wrong_or_cannot_be_traced_is_not_used(model, monkeypatch, caplog):
+    monkeypatch.setattr(TracedForward, "flat", lambda self, layers: FlatForward(lambda *inputs: (), (lambda h: h,) * 3))
+    assert choose_forward(model).strategy == model.strategy
+
+    def fails(*arguments):
+        raise LookupError("no such operation")
+
+    monkeypatch.setattr(TracedForward, "flat", fails)
+    with caplog.at_level(logging.INFO):
+        assert choose_forward(model).strategy == model.strategy
+    assert "A flat forward is not used for these blocks: it fails: LookupError('no such operation')" in caplog.text
+
+
+def test_a_family_that_cannot_be_packed_keeps_its_modules(tmp_path_factory):
+    model = load("falcon_alibi", tmp_path_factory)
+    assert choose_forward(model).strategy == ExecutionStrategy("padded")

@@ -16,7 +16,7 @@ from torch import nn
 from swarm.models.attention.multi_session_attention import AttentionExtras, PackedBatch, PackedMask
 from swarm.models.execution.hooked_module import with_hidden_states
 from swarm.models.execution.span_model import SpanModel
-from swarm.models.execution.tracing.traced_forward import TokenFill, TracedForward
+from swarm.models.execution.traced_forward import TokenFill, TracedForward
 
 
 class _KeyRecorder(PackedBatch):

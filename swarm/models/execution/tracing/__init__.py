@@ -1,1 +1,0 @@
-"""Forwards without the family's modules: traced, flattened, divided into blocks, compiled."""
