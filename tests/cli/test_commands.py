@@ -15,7 +15,7 @@ from swarm.common.version import VERSION
 OPTIONS = {
     "server": {
         "model", "--revision", "--blocks", "--initial-peers", "--membership", "--new-swarm", "--host-maddrs",
-        "--announce-maddrs", "--relay", "--identity-path", "--device", "--dtype", "--quant", "--flash", "--flash-io",
+        "--announce-maddrs", "--relay", "--identity-path", "--device", "--dtype", "--quant", "--flash",
         "--flash-exact", "--exits", "--exits-from", "--throughput", "--name", "--cache-tokens", "--cache-dir",
         "--update-period", "--adapters", "--adapter-memory", "--request-memory", "--new-peer-share",
         "--compile", "--threads", "--stay", "--metrics", "--weights-from", "--digests", "--trust-on-first-use",

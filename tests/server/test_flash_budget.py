@@ -13,14 +13,12 @@ from hypothesis import strategies as st
 from swarm.data_structures import Span
 from swarm.errors import InvalidOption, NotEnoughMemory, NotEnoughSpace
 from swarm.models.checkpoints.checkpoint import open_checkpoint
+from swarm.models.flash.block_plan import BlockPlan, RecordKind
 from swarm.models.flash.files.block_files import PackedModel
-from swarm.models.flash.files.drive_space import SPARE_BYTES
-from swarm.models.flash.files.planned_blocks import PlannedBlock, plan_span
-from swarm.models.flash.flash_footprint import FlashFootprint, flash_footprint
-from swarm.models.flash.plans.block_choice import BlockPlanner
-from swarm.models.flash.plans.block_plan import BlockPlan, RecordKind
-from swarm.models.flash.records.record_layout import RecordLayout
-from swarm.server.flash_budget import FlashBudget, FlashOption, wants_flash
+from swarm.models.flash.files.preparation import SPARE_BYTES
+from swarm.models.flash.planned_blocks import BlockPlanner, PlannedBlock, plan_span
+from swarm.models.flash.records import RecordLayout
+from swarm.server.flash_budget import FlashBudget, FlashFootprint, FlashOption, flash_footprint, wants_flash
 from tests import zoo
 from tests.models.flash.files.preparations import set_free_space
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from benchmarks.common.machine import describe
 from benchmarks.common.tables import table
-from swarm.models.flash.experts.routing_trace import Trace, fewest_reads, overlap, reads
+from benchmarks.flash.experts.routing_trace import Trace, fewest_reads, overlap, reads
 from swarm.models.flash.stay_priority import DecayedFrequency, LeastRecentlyUsed, TwoSpeedFrequency
 
 TRACE = Path(__file__).with_name("trace.npz")

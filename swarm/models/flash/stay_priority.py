@@ -11,7 +11,7 @@ from typing import Protocol
 
 import numpy as np
 
-from swarm.models.flash.records.record_buffer import Indices
+from swarm.models.flash.records import Indices
 
 SLOW_HALF_LIFE, FAST_HALF_LIFE = 64.0, 2.0
 """Tokens after which a use counts half."""

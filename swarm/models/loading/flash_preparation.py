@@ -13,13 +13,12 @@ import torch
 from swarm.data_structures import Span
 from swarm.errors import CheckpointError, PackedFileError, format_blocks
 from swarm.models.checkpoints.checkpoint import Checkpoint
+from swarm.models.flash.block_plan import RecordKind
 from swarm.models.flash.files.block_files import PackedModel
-from swarm.models.flash.files.planned_blocks import PlannedBlock, plan_span
 from swarm.models.flash.files.preparation import add_predictor, open_span
 from swarm.models.flash.files.prepared_block import PreparedBlock
 from swarm.models.flash.neurons.predictor import encode_predictor
-from swarm.models.flash.plans.block_choice import BlockPlanner
-from swarm.models.flash.plans.block_plan import RecordKind
+from swarm.models.flash.planned_blocks import BlockPlanner, PlannedBlock, plan_span
 from swarm.models.loading.neuron_calibration import calibrate, calibration_text, calibration_tokens
 from swarm.models.tokenizers.tokenizer import load_tokenizer
 

@@ -54,8 +54,6 @@ class Engine:
         budget: tokens of one iteration.
         observer: is told of every iteration.
         inline: whether a quick lone step may be computed in the network loop; not if computing may wait for a drive.
-        on_iteration: is told how many sequences and tokens every iteration had, and how many seconds it took. Called in
-            the compute thread.
         on_served: is told of each peer for which tokens were computed, and how many.
     """
 
@@ -65,12 +63,10 @@ class Engine:
         budget: int = MIN_ITERATION_TOKENS,
         observer: ServerObserver | None = None,
         inline: bool = True,
-        on_iteration: Callable[[int, int, float], None] | None = None,
         on_served: Callable[[str, int], None] | None = None,
     ) -> None:
         self.compute_thread = compute_thread
         self._inline = inline
-        self._on_iteration = on_iteration or _ignore
         self._on_served = on_served or _ignore
         self.budget = budget
         self._observer = observer or ServerObserver()
@@ -283,8 +279,6 @@ class Engine:
         seconds = time.perf_counter() - began
         if error is None:
             self._observer.iteration_finished([queued.for_observer(tokens) for queued, tokens in chosen], seconds)
-            sequences = sum(queued.request.layout.sequences for queued, _ in chosen)
-            self._on_iteration(sequences, sum(tokens for _, tokens in chosen), seconds)
             if all(queued.is_short for queued, _ in chosen):
                 self._batching_delay.on_iteration(seconds)
         for queued, _ in chosen:

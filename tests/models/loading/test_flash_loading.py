@@ -15,7 +15,6 @@ from swarm.models.execution.gradients import compute_gradients
 from swarm.models.execution.session_cache import SessionCache
 from swarm.models.execution.span_model import SpanModel
 from swarm.models.execution.trials.forward_trials import choose_forward
-from swarm.models.flash.reading.record_reader import FlashIo
 from swarm.models.loading import flash_loading, flash_preparation
 from swarm.models.loading.flash_loading import FlashOptions, load_flash_span
 from swarm.models.loading.flash_preparation import plan_for_flash
@@ -41,7 +40,7 @@ def checkpoints(tmp_path_factory):
 
 def load(checkpoint: Checkpoint, root: Path, memory: int = 10**9, span: Span = WHOLE, exact: bool = False) -> SpanModel:
     planned = plan_for_flash(checkpoint, span, torch.float32, root, exact)
-    options = FlashOptions(memory, root, planned, FlashIo.CACHED)
+    options = FlashOptions(memory, root, planned)
     return load_flash_span(checkpoint, span, dtype=torch.float32, options=options)
 
 

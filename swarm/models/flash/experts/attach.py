@@ -9,13 +9,12 @@ from torch import nn
 
 from swarm.common.units import format_bytes
 from swarm.errors import NotEnoughMemory
-from swarm.models.flash.experts.expert_cache import ExpertCache
+from swarm.models.flash.block_plan import FlashBlock
 from swarm.models.flash.experts.expert_forward import EveryFlashExpert, FlashExperts, RoutedFlashExperts
-from swarm.models.flash.experts.expert_pool import ExpertPool
+from swarm.models.flash.experts.expert_pool import ExpertCache, ExpertPool
 from swarm.models.flash.experts.expert_site import EXPERTS, ExpertCall, expert_call
 from swarm.models.flash.experts.look_ahead import LookAhead, find_router
-from swarm.models.flash.flash_block import FlashBlock
-from swarm.models.flash.records.record_layout import RecordLayout
+from swarm.models.flash.records import RecordLayout
 from swarm.models.flash.stay_priority import StayPriority, TwoSpeedFrequency
 
 MIN_SLOTS = 2

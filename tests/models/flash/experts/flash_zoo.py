@@ -11,12 +11,11 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from swarm.models.cutting import cut_layers
+from swarm.models.flash.block_plan import BlockPlan, FlashBlock, take_out
 from swarm.models.flash.experts.attach import ExpertOptions, attach
 from swarm.models.flash.experts.expert_pool import ExpertPool
 from swarm.models.flash.experts.expert_site import find_experts
-from swarm.models.flash.flash_block import FlashBlock
-from swarm.models.flash.plans.block_plan import BlockPlan, take_out
-from swarm.models.flash.records.weight_store import MemoryStore, WeightStore
+from swarm.models.flash.records import MemoryStore, WeightStore
 from tests import zoo
 
 EXPERT_FAMILIES = tuple(family for family, config in zoo.TABLE.items() if any("expert" in name for name in config))

@@ -6,10 +6,8 @@ import numpy as np
 import torch
 
 from swarm.errors import DriveFailed
-from swarm.models.flash.experts.expert_cache import ExpertCache
-from swarm.models.flash.experts.expert_pool import ExpertPool
-from swarm.models.flash.records.record_layout import RecordLayout
-from swarm.models.flash.records.weight_store import MemoryStore
+from swarm.models.flash.experts.expert_pool import ExpertCache, ExpertPool
+from swarm.models.flash.records import MemoryStore, RecordLayout
 from swarm.models.flash.stay_priority import TwoSpeedFrequency
 
 BLOCKS, EXPERTS = 3, 8

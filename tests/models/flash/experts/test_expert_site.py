@@ -7,8 +7,8 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
+from swarm.models.flash.block_plan import RecordKind, TakenOut, take_out
 from swarm.models.flash.experts.expert_site import EXPERTS, ExpertCall, expert_call, find_experts
-from swarm.models.flash.plans.block_plan import RecordKind, TakenOut, take_out
 from tests import zoo
 from tests.models.flash.experts.flash_zoo import EXPERT_FAMILIES, layers_of
 

@@ -11,14 +11,14 @@ import torch
 
 from swarm.data_structures import Span
 from swarm.errors import PackedFileError
+from swarm.models.flash.block_plan import RecordKind
 from swarm.models.flash.files import record_writing
 from swarm.models.flash.files.block_files import PackedModel, flash_root
 from swarm.models.flash.files.manifest import encode_sealed, read_manifest
-from swarm.models.flash.files.planned_blocks import PlannedBlock
 from swarm.models.flash.files.preparation import add_predictor
 from swarm.models.flash.files.prepared_block import open_block
-from swarm.models.flash.plans.block_plan import RecordKind
-from swarm.models.flash.streaming.streamed_site import plan_streamed
+from swarm.models.flash.planned_blocks import PlannedBlock
+from swarm.models.flash.streaming import plan_streamed
 from tests.models.flash.files.preparations import assert_holds_block, make_checkpoint, packed, planned_block, prepare
 from tests.models.flash.largest_plan import plan_largest
 

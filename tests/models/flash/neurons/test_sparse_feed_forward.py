@@ -10,10 +10,8 @@ from torch import nn
 from swarm.errors import DriveFailed, RequestRefused
 from swarm.models.flash.neurons.active_window import ForwardTokens
 from swarm.models.flash.neurons.feed_forward_site import find_sparse_feed_forward
-from swarm.models.flash.neurons.predictor import ActivationPredictor
 from swarm.models.flash.neurons.sparse_feed_forward import NOTED_SHARE, NOTED_TOKENS, SAMPLED_TOKENS, SparseOptions
-from swarm.models.flash.records.record_buffer import Indices, RecordBuffer
-from swarm.models.flash.records.weight_store import MemoryStore, PendingRead
+from swarm.models.flash.records import Indices, MemoryStore, PendingRead, RecordBuffer
 from tests.models.flash.neurons.layers import (
     HIDDEN,
     NEURONS,
@@ -146,15 +144,6 @@ def test_recall_is_sampled_with_the_last_tokens_of_prompts() -> None:
     assert counters.exact_tokens == 40
 
 
-def test_the_activation_itself_as_predictor_gives_the_dense_result() -> None:
-    torch.manual_seed(0)
-    dense = FeedForward(True, nn.ReLU(), True)
-    predictor = ActivationPredictor(dense.gate.weight, dense.gate.bias, dense.act)
-    case = make_case(dense, predictor, SparseOptions(NEURONS))
-    hidden = torch.randn(3, HIDDEN)
-    torch.testing.assert_close(case.module(hidden), dense(hidden))
-
-
 def test_the_papers_variant_computes_whatever_is_in_memory() -> None:
     case = case_of("relu", capacity=NEURONS, own_neurons_only=False)
     hidden, selected = tokens_of(case, 2)
@@ -173,9 +162,8 @@ def test_fields_that_lie_at_odd_places_give_the_same_results(hidden: int) -> Non
     """Where fields are padded, the buffer cannot be seen as one matrix."""
     torch.manual_seed(0)
     dense = FeedForward(True, nn.ReLU(), True, hidden)
-    predictor = ActivationPredictor(dense.gate.weight, dense.gate.bias, dense.act)
-    case = make_case(dense, predictor, SparseOptions(NEURONS))
-    tokens = torch.randn(3, hidden)
+    case = make_case(dense, PlantedPredictor(range(NEURONS)), SparseOptions(NEURONS))
+    tokens = torch.rand(3, hidden)  # below 1: the first and only list
     torch.testing.assert_close(case.module(tokens), dense(tokens))
 
 
