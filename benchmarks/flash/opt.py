@@ -20,6 +20,7 @@ from transformers import OPTConfig
 from transformers.models.opt.modeling_opt import OPTDecoderLayer
 
 from benchmarks.flash.files import OPT, SCALE, OptShape, write_random
+from benchmarks.flash.memory_store import MemoryStore
 from benchmarks.flash.planted import PlantedLayer, PlantedNeurons
 from swarm.models.flash.block_plan import BlockPlan, take_out
 from swarm.models.flash.neurons.active_window import ForwardTokens
@@ -33,7 +34,7 @@ from swarm.models.flash.neurons.sparse_feed_forward import (
     attach,
 )
 from swarm.models.flash.reading import FlashStore
-from swarm.models.flash.records import MemoryStore, RecordBuffer, WeightStore
+from swarm.models.flash.records import RecordBuffer, WeightStore
 from swarm.models.weights.frozen_linear import prepack
 
 RANK = 240

@@ -52,10 +52,6 @@ class FlashFootprint:
         shares = (block.layout.file_bytes * _worthwhile_share(block) for block in self.blocks[start:end])
         return max(self.least_bytes(start, end), self._resident(start, end) + int(sum(shares)))
 
-    def drive_bytes(self, start: int, end: int) -> int:
-        """Bytes of the packed files of blocks [start, end)."""
-        return sum(block.size for block in self.blocks[start:end])
-
     def sparse(self, start: int, end: int) -> bool:
         """Whether neurons are selected in any of the blocks [start, end)."""
         return any(block.plan.kind is RecordKind.NEURONS for block in self.blocks[start:end])
@@ -182,8 +178,8 @@ class FlashBudget:
 
         Raises `NotEnoughMemory` or `NotEnoughSpace` if not even one can be served.
         """
-        paying = self.blocks_that_pay()
-        held = self.blocks_on_drive(paying)
+        paying = self._blocks_that_pay()
+        held = self._blocks_on_drive(paying)
         if held == 0:
             check_space(self.packed, self._planned(Span(0, 1)))
         if held < paying:
@@ -196,7 +192,7 @@ class FlashBudget:
             )
         return held
 
-    def blocks_that_pay(self) -> int:
+    def _blocks_that_pay(self) -> int:
         """How many blocks this memory is enough for, wherever the window lies. Raises `NotEnoughMemory` if not even one
         can be computed."""
         for count in range(len(self.footprint.blocks), 0, -1):
@@ -206,7 +202,7 @@ class FlashBudget:
             self._check_memory(Span(0, 1))
         return 1
 
-    def blocks_on_drive(self, most: int) -> int:
+    def _blocks_on_drive(self, most: int) -> int:
         """How many blocks in a row the drive has room for, up to `most`, if they are the right ones: some may be
         prepared already. 0 if not even one. Raises `PackedFileError` if the drive cannot be looked at."""
         space = drive_space(self.packed)

@@ -142,9 +142,6 @@ def test_a_footprint_needs_no_weights(family, exact, sparse, tmp_path):
     found = flash_footprint(checkpoint, torch.float32, planned)
     assert len(found.blocks) == zoo.BLOCKS
     assert found.sparse(0, zoo.BLOCKS) is sparse
-    whole = 4 * sum(checkpoint.structure.block_parameters)
-    padded = 16 if sparse else 2  # a neuron of this model has 256 bytes, and takes 4096
-    assert whole <= found.drive_bytes(0, zoo.BLOCKS) < padded * whole
     assert found.least_bytes(0, zoo.BLOCKS) < found.worthwhile_bytes(0, zoo.BLOCKS)
 
 

@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from benchmarks.flash.memory_store import MemoryStore
 from scripts.train_demo_model import HELD_OUT, clean
 from swarm.models.cutting import cut_layers
 from swarm.models.flash.block_plan import BlockPlan, take_out
@@ -30,7 +31,6 @@ from swarm.models.flash.neurons.predictor_training import (
     trained_predictor,
 )
 from swarm.models.flash.neurons.sparse_feed_forward import SpanShared, SparseOptions, attach
-from swarm.models.flash.records import MemoryStore
 
 WINDOW = 256
 TRAINING_WINDOWS, CALIBRATION_WINDOWS = 24, 8

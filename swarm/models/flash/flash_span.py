@@ -24,7 +24,6 @@ class FlashSpan:
     Attributes:
         weight_bytes: memory that all weights of the span take, buffers for records included.
         blocks: in the order of the span.
-        resident_bytes: of each block, the weights that always stay in memory.
         stream: the blocks that are read whole; None if there are none.
         pools: experts in memory, one for each layout.
         neurons: feed-forward layers that select neurons.
@@ -35,7 +34,6 @@ class FlashSpan:
 
     weight_bytes: int
     blocks: Sequence[FlashBlock]
-    resident_bytes: Sequence[int]
     stream: BlockStream | None = None
     pools: Sequence[ExpertPool] = ()
     neurons: Sequence[SparseFeedForward] = ()
@@ -96,13 +94,13 @@ class FlashSpan:
         self.files.close()
 
 
-def attach_blocks(blocks: Sequence[FlashBlock], memory: int, resident_bytes: Sequence[int]) -> FlashSpan:
+def attach_blocks(blocks: Sequence[FlashBlock], memory: int, resident_bytes: int) -> FlashSpan:
     """Put modules that compute from records into the blocks of a span.
 
     Args:
         blocks: in the order of the span.
         memory: bytes for all weights of the span.
-        resident_bytes: of each block, the weights that always stay in memory.
+        resident_bytes: of the weights that always stay in memory.
 
     Raises:
         NotEnoughMemory: the blocks cannot be computed within `memory`.
@@ -112,7 +110,7 @@ def attach_blocks(blocks: Sequence[FlashBlock], memory: int, resident_bytes: Seq
     for one in blocks:
         by_kind.setdefault(one.plan.kind, []).append(one)
     needs = memory_needs([(one.plan.kind, one.store.layout) for one in blocks])
-    shares = share_memory(memory - sum(resident_bytes), needs)
+    shares = share_memory(memory - resident_bytes, needs)
     streamed = by_kind.get(RecordKind.BLOCK)
     stream = BlockStream(streamed, shares[RecordKind.BLOCK]) if streamed else None
     pools = []
@@ -126,7 +124,7 @@ def attach_blocks(blocks: Sequence[FlashBlock], memory: int, resident_bytes: Seq
         layers = _attach_neurons(sparse, shares[RecordKind.NEURONS], shared)
     taken = (stream.memory_bytes if stream is not None else 0) + sum(pool.buffer.nbytes for pool in pools)
     taken += shared.slabs.nbytes + sum(layer.memory_bytes for layer in layers)
-    return FlashSpan(sum(resident_bytes) + taken, blocks, resident_bytes, stream, pools, layers, shared)
+    return FlashSpan(resident_bytes + taken, blocks, stream, pools, layers, shared)
 
 
 def _attach_neurons(blocks: Sequence[FlashBlock], memory: int, shared: SpanShared) -> list[SparseFeedForward]:

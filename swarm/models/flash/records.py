@@ -158,10 +158,6 @@ class RecordBuffer:
         values = self._values[:, start : start + field.values]
         return values.view(self.slots, *(field.shape or (1,)))
 
-    def addresses(self, slots: Indices) -> Indices:
-        """The memory addresses of slots."""
-        return self.data.data_ptr() + slots * self.layout.stride
-
     def copy_from(self, other: RecordBuffer, sources: Indices, targets: Indices) -> None:
         """Copy records from slots of `other`, which may be this buffer if no slot is among both.
 
@@ -221,33 +217,6 @@ class WeightStore(Protocol):
 
     def close(self) -> None:
         """Let go of files. Reads that are pending are waited for."""
-
-
-class MemoryStore:
-    """All records in memory: the reference in tests, and the fast end of the benchmark.
-
-    Args:
-        layout: of the records.
-        tensors: every tensor that the layout names, whole.
-    """
-
-    def __init__(self, layout: RecordLayout, tensors: Mapping[str, torch.Tensor]) -> None:
-        self.layout = layout
-        self.counters = StoreCounters()
-        self._records = RecordBuffer(layout, layout.count)
-        for field in layout.fields:
-            parts = field.parts(tensors[field.tensor].to(layout.dtype))
-            self._records.field(field.tensor).copy_(parts.reshape(layout.count, *(field.shape or (1,))))
-
-    def read(self, records: Indices, buffer: RecordBuffer, slots: Indices) -> PendingRead:
-        buffer.copy_from(self._records, records, slots)
-        self.counters.records += len(records)
-        self.counters.bytes += len(records) * self.layout.stride
-        self.counters.reads += int(np.count_nonzero(np.diff(records) != 1)) + 1 if len(records) else 0
-        return FinishedRead()
-
-    def close(self) -> None:
-        """There is nothing to let go of."""
 
 
 class FinishedRead:

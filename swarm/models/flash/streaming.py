@@ -82,7 +82,6 @@ class BlockStream:
     Attributes:
         memory_bytes: memory that matrices take, buffers included.
         streamed: number of blocks that are read for each forward.
-        stays: of each block, whether it stays in memory.
     """
 
     def __init__(self, blocks: Sequence[FlashBlock], budget: int) -> None:
@@ -97,7 +96,7 @@ class BlockStream:
             DriveFailed: the blocks that stay cannot be read.
         """
         self._stores = [one.store for one in blocks]
-        self.stays = stay = choose_resident([store.layout.stride for store in self._stores], budget)
+        stay = choose_resident([store.layout.stride for store in self._stores], budget)
         for one in blocks:
             _put_back(one)
         kept = [RecordBuffer(one.store.layout, 1) for one, stays in zip(blocks, stay, strict=True) if stays]

@@ -18,13 +18,12 @@ from swarm.models.checkpoints.checkpoint import Checkpoint
 from swarm.models.execution.hooked_module import HookedModule
 from swarm.models.execution.span_model import SpanModel
 from swarm.models.execution.trials.layout_trials import LayoutRequest, choose_layout
-from swarm.models.flash.block_plan import FlashBlock, RecordKind
+from swarm.models.flash.block_plan import FlashBlock
 from swarm.models.flash.files.prepared_block import PreparedBlock
 from swarm.models.flash.flash_span import attach_blocks
-from swarm.models.flash.neurons.predictor import CalibratedPredictor, load_predictor
 from swarm.models.flash.planned_blocks import PlannedBlock, build_block
 from swarm.models.flash.reading import FlashStore
-from swarm.models.loading.flash_preparation import open_prepared
+from swarm.models.loading.flash_preparation import open_prepared, read_predictor
 from swarm.models.loading.span_loading import SpanAssembly
 from swarm.models.weights import frozen_linear
 from swarm.models.weights.quantization import weight_bytes
@@ -78,7 +77,7 @@ def load_flash_span(
         for one in prepared:
             opened.callback(one.close)
         cut, blocks = _build_blocks(checkpoint, span, dtype, prepared, opened)
-        resident = [weight_bytes(one.block) + sum(value.nbytes for value in one.resident.values()) for one in blocks]
+        resident = sum(weight_bytes(one.block) + sum(value.nbytes for value in one.resident.values()) for one in blocks)
         flash = attach_blocks(blocks, options.memory, resident)
         flash = replace(flash, perplexity_loss=_perplexity_loss(blocks))
         if flash.sparse:
@@ -126,15 +125,7 @@ def _build_blocks(
         layers = built.model.get_submodule(path)
         frozen_linear.prepack(layers)
         resident = {name: tensors[name] for name in one.plan.resident}
-        blocks.append(FlashBlock(layers[0], one.plan, built.taken, resident, store, _predictor(one)))
+        blocks.append(FlashBlock(layers[0], one.plan, built.taken, resident, store, read_predictor(one)))
         assembly.append(built.model)
         return_freed_memory()
     return assembly.finish(), blocks
-
-
-def _predictor(prepared: PreparedBlock) -> CalibratedPredictor | None:
-    """The predictor of a block of neurons. Raises `PackedFileError` if it is not one of this block."""
-    if prepared.plan.kind is not RecordKind.NEURONS:
-        return None
-    hidden, neurons = prepared.layout.fields[0].values, prepared.layout.count
-    return load_predictor(prepared.files.predictor, prepared.digest, hidden, neurons)

@@ -18,12 +18,12 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from benchmarks.flash.memory_store import MemoryStore
 from swarm.errors import DriveFailed, PackedFileError
 from swarm.models.flash.reading import FileReader, FlashStore, ReadingThreads, Reads, coalesce
 from swarm.models.flash.records import (
     RECORD_ALIGNMENT,
     Indices,
-    MemoryStore,
     RecordBuffer,
     RecordLayout,
     allocate_aligned,

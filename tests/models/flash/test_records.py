@@ -11,11 +11,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.flash.memory_store import MemoryStore
 from swarm.models.flash.records import (
     FIELD_ALIGNMENT,
     HUGE_PAGE_BYTES,
     RECORD_ALIGNMENT,
-    MemoryStore,
     RecordBuffer,
     RecordLayout,
     allocate_aligned,

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from benchmarks.flash.memory_store import MemoryStore
 from swarm.data_structures import Span, StepLayout
 from swarm.errors import DriveFailed, NotEnoughMemory
 from swarm.models.checkpoints.checkpoint import open_checkpoint
@@ -15,7 +16,7 @@ from swarm.models.execution.session_cache import SessionCache
 from swarm.models.execution.span_model import SpanModel
 from swarm.models.flash.block_plan import FlashBlock, RecordKind, take_out
 from swarm.models.flash.memory_shares import needed_bytes
-from swarm.models.flash.records import Indices, MemoryStore, PendingRead, RecordBuffer
+from swarm.models.flash.records import Indices, PendingRead, RecordBuffer
 from swarm.models.flash.streaming import BlockStream, plan_streamed
 from swarm.models.loading.span_loading import load_span
 from tests import zoo

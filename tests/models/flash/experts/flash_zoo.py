@@ -10,12 +10,13 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from benchmarks.flash.memory_store import MemoryStore
 from swarm.models.cutting import cut_layers
 from swarm.models.flash.block_plan import BlockPlan, FlashBlock, take_out
 from swarm.models.flash.experts.attach import ExpertOptions, attach
 from swarm.models.flash.experts.expert_pool import ExpertPool
 from swarm.models.flash.experts.expert_site import find_experts
-from swarm.models.flash.records import MemoryStore, WeightStore
+from swarm.models.flash.records import WeightStore
 from tests import zoo
 
 EXPERT_FAMILIES = tuple(family for family, config in zoo.TABLE.items() if any("expert" in name for name in config))

@@ -5,9 +5,10 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from benchmarks.flash.memory_store import MemoryStore
 from swarm.errors import DriveFailed
 from swarm.models.flash.experts.expert_pool import ExpertCache, ExpertPool
-from swarm.models.flash.records import MemoryStore, RecordLayout
+from swarm.models.flash.records import RecordLayout
 from swarm.models.flash.stay_priority import TwoSpeedFrequency
 
 BLOCKS, EXPERTS = 3, 8

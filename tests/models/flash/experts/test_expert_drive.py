@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.flash.memory_store import MemoryStore
 from swarm.errors import DriveFailed
 from swarm.models.flash.experts.attach import ExpertOptions
 from swarm.models.flash.reading import FlashStore
-from swarm.models.flash.records import MemoryStore, RecordBuffer
+from swarm.models.flash.records import RecordBuffer
 from tests import zoo
 from tests.models.flash.experts.flash_zoo import flash_model, resident_model
 

@@ -14,9 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load as load_safetensors
 
+from benchmarks.flash.memory_store import MemoryStore
 from swarm.models.flash.files import manifest as manifests
 from swarm.models.flash.files import record_writing
-from swarm.models.flash.records import MemoryStore, RecordBuffer, RecordLayout
+from swarm.models.flash.records import RecordBuffer, RecordLayout
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from benchmarks.flash.memory_store import MemoryStore
 from swarm.models.flash.block_plan import BlockPlan, take_out
 from swarm.models.flash.neurons.active_window import ForwardTokens
 from swarm.models.flash.neurons.feed_forward_site import find_sparse_feed_forward
@@ -18,7 +19,7 @@ from swarm.models.flash.neurons.sparse_feed_forward import (
     SparseOptions,
     attach,
 )
-from swarm.models.flash.records import MemoryStore, WeightStore
+from swarm.models.flash.records import WeightStore
 
 HIDDEN, NEURONS = 16, 40
 

@@ -6,9 +6,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.flash.memory_store import MemoryStore
 from swarm.models.flash.neurons.active_window import STAYING_BONUS, ActiveWindow, ForwardTokens
 from swarm.models.flash.neurons.neuron_matrix import NeuronMatrix
-from swarm.models.flash.records import MemoryStore, RecordLayout
+from swarm.models.flash.records import RecordLayout
 from swarm.models.flash.stay_priority import SLOW_HALF_LIFE
 
 NEURONS = 30

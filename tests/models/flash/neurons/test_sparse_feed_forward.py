@@ -7,11 +7,12 @@ import pytest
 import torch
 from torch import nn
 
+from benchmarks.flash.memory_store import MemoryStore
 from swarm.errors import DriveFailed, RequestRefused
 from swarm.models.flash.neurons.active_window import ForwardTokens
 from swarm.models.flash.neurons.feed_forward_site import find_sparse_feed_forward
 from swarm.models.flash.neurons.sparse_feed_forward import NOTED_SHARE, NOTED_TOKENS, SAMPLED_TOKENS, SparseOptions
-from swarm.models.flash.records import Indices, MemoryStore, PendingRead, RecordBuffer
+from swarm.models.flash.records import Indices, PendingRead, RecordBuffer
 from tests.models.flash.neurons.layers import (
     HIDDEN,
     NEURONS,
