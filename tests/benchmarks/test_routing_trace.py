@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.flash.experts.routing_trace import fewest_reads, overlap, reads
-from swarm.models.flash.stay_priority import DecayedFrequency, LeastRecentlyUsed, TwoSpeedFrequency
+from swarm.models.flash.stay_priority import DecayedFrequency, LeastRecentlyUsed
 
 
 @st.composite
@@ -46,7 +46,7 @@ def test_the_best_possible_cache_is_the_best_of_all_choices(trace, slots):
 @given(traces(tokens=20, experts=6), st.integers(2, 12))
 def test_no_rule_reads_less_than_the_best_possible_cache(trace, slots):
     best = fewest_reads(trace, slots).sum()
-    for rule in (LeastRecentlyUsed(2, 6), DecayedFrequency(2, 6, 4), TwoSpeedFrequency(2, 6)):
+    for rule in (LeastRecentlyUsed(2, 6), DecayedFrequency(2, 6, 4), DecayedFrequency(2, 6)):
         assert best <= reads(trace, slots, rule).sum() <= trace.size
 
 

@@ -19,7 +19,7 @@ from benchmarks.flash.experts.cache import load_trace
 from benchmarks.flash.experts.routing_trace import Trace, fewest_reads, overlap, reads
 from swarm.models.flash.experts.expert_pool import ExpertPool
 from swarm.models.flash.reading import FlashStore
-from swarm.models.flash.stay_priority import DecayedFrequency, LeastRecentlyUsed, TwoSpeedFrequency
+from swarm.models.flash.stay_priority import DecayedFrequency, LeastRecentlyUsed
 
 RESIDENT_SHARE = 0.25
 WARM_UP_TOKENS = 48
@@ -106,8 +106,7 @@ def measure(folder: Path, count: int, rounds: int, squeeze: bool) -> Result:
     trace, slots = trace[: flash.position], pool.cache.slots
     rules = {
         "least recently used": LeastRecentlyUsed,
-        "decayed frequency": DecayedFrequency,
-        "two speeds, as served": TwoSpeedFrequency,
+        "decayed frequency, as served": DecayedFrequency,
     }
     policies = {
         name: int(reads(trace, slots, rule(count, layout.count)).sum()) * layout.stride for name, rule in rules.items()

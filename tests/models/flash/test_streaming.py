@@ -87,8 +87,8 @@ def run_schedule(model: SpanModel) -> list[torch.Tensor]:
     ]
 
 
-@pytest.mark.parametrize("family", zoo.FAMILIES)
-def test_every_family_computes_the_same_bits(family, tmp_path):
+@pytest.mark.parametrize("family", [*zoo.REPRESENTATIVES, "opt", "falcon", "gpt_oss"])
+def test_families_compute_the_same_bits(family, tmp_path):
     folder = zoo.make_checkpoint(family, tmp_path / family)
     expected = run_schedule(load(folder))
     model = load(folder)
@@ -127,7 +127,7 @@ def test_modules_with_buffers_are_left_alone():
     assert list(plan.modules) == ["up"]
 
 
-@pytest.mark.parametrize("resident", range(zoo.BLOCKS + 1))
+@pytest.mark.parametrize("resident", [0, 1, 3, zoo.BLOCKS])
 def test_any_number_of_blocks_stays_in_memory(llama, resident):
     model, expected = load(llama), run_schedule(load(llama))
 

@@ -213,15 +213,10 @@ class SparseOptions:
     Attributes:
         capacity: neurons of one block that memory has room for.
         exact_from: tokens of a forward from which it is computed exactly.
-        own_neurons_only: whether a token's result depends on the neurons predicted for it and no others, so that it is
-            the same at each computation. Otherwise, as in the paper, tokens gain from what happens to be in memory.
-        window_forwards: the paper's fixed window, see `ActiveWindow`.
     """
 
     capacity: int
     exact_from: int = EXACT_FROM
-    own_neurons_only: bool = True
-    window_forwards: int | None = None
 
 
 @dataclass
@@ -275,7 +270,7 @@ class SparseFeedForward(nn.Module):
         self.counters = NeuronCounters(store.layout.count)
         self.matrix = NeuronMatrix(store.layout, min(options.capacity, store.layout.count), self._biases)
         self._rows = self._products.rows(self.matrix.buffer, {role: self.matrix.values(role) for role in self._biases})
-        self._window = ActiveWindow(self.matrix, options.window_forwards)
+        self._window = ActiveWindow(self.matrix)
         self._exact = ExactPass(self._products, self._biases, store, shared.slabs)
 
     @property
@@ -316,22 +311,18 @@ class SparseFeedForward(nn.Module):
         expected = self._shared.tokens.expected(len(hidden_TH))
         kept = None if expected is None else _neurons_of(selected_TN[torch.from_numpy(expected)])
         self.counters.count_forward(selected_TN, len(needed))
-        everything = not self._options.own_neurons_only and len(needed) <= self.matrix.capacity
         result_TH = torch.zeros_like(hidden_TH)
         for portion in self._window.portions(needed, kept):
-            result_TH += self._compute_portion(hidden_TH, selected_TN, portion, everything)
+            result_TH += self._compute_portion(hidden_TH, selected_TN, portion)
         return self._products.with_bias(result_TH)
 
-    def _compute_portion(
-        self, hidden_TH: torch.Tensor, selected_TN: torch.Tensor, portion: Portion, everything: bool
-    ) -> torch.Tensor:
-        """The sum over a portion's neurons; with `everything`, over all in memory."""
+    def _compute_portion(self, hidden_TH: torch.Tensor, selected_TN: torch.Tensor, portion: Portion) -> torch.Tensor:
+        """The sum over a portion's neurons."""
         matrix, products = self.matrix, self._products
         matrix.delete(portion.leaving)
         there = matrix.num_used
         pending = matrix.append(portion.joining, self._store)
-        neurons = np.sort(matrix.neurons) if everything else portion.needed
-        places = torch.from_numpy(matrix.row_of[neurons])
+        places = torch.from_numpy(matrix.row_of[portion.needed])
         is_new = places >= there
         values_TN = hidden_TH.new_empty(len(hidden_TH), len(places))
         try:
@@ -339,8 +330,8 @@ class SparseFeedForward(nn.Module):
         finally:
             self._finish(pending, portion.joining)
         values_TN[:, is_new] = products.neurons(hidden_TH, self._rows, places[is_new])
-        if self._options.own_neurons_only:
-            values_TN.masked_fill_(~selected_TN[:, torch.from_numpy(neurons)], 0)
+        # A token's result depends on the neurons predicted for it and no others, so that it is always the same.
+        values_TN.masked_fill_(~selected_TN[:, torch.from_numpy(portion.needed)], 0)
         self.counters.read += len(portion.joining)
         self.counters.portions += 1
         return products.down(values_TN, self._rows, places)

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from benchmarks.flash.memory_store import MemoryStore
 from swarm.models.cutting import cut_layers
 from swarm.models.flash.block_plan import BlockPlan, FlashBlock, take_out
-from swarm.models.flash.experts.attach import ExpertOptions, attach
+from swarm.models.flash.experts.attach import attach
 from swarm.models.flash.experts.expert_pool import ExpertPool
 from swarm.models.flash.experts.expert_site import find_experts
 from swarm.models.flash.records import WeightStore
@@ -55,7 +55,6 @@ class FlashModel:
 def flash_model(
     resident: PreTrainedModel,
     share: float,
-    options: ExpertOptions | None = None,
     stored: Callable[[MemoryStore], WeightStore] = lambda store: store,
 ) -> FlashModel:
     """A copy of `resident` with memory for `share` of its experts, at least for two.
@@ -73,5 +72,5 @@ def flash_model(
             blocks.append(FlashBlock(block, plan, take_out(block, plan), kept, store))
     whole = sum(one.store.layout.file_bytes for one in blocks)
     least = 2 * blocks[0].store.layout.stride
-    pools = attach(blocks, max(least, int(share * whole)), options)
+    pools = attach(blocks, max(least, int(share * whole)))
     return FlashModel(model, [one.store for one in blocks], pools)

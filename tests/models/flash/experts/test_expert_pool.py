@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from swarm.errors import DriveFailed
 from swarm.models.flash.experts import expert_pool
 from swarm.models.flash.experts.expert_pool import ABSENT, ExpertCache
-from swarm.models.flash.stay_priority import LeastRecentlyUsed, TwoSpeedFrequency
+from swarm.models.flash.stay_priority import DecayedFrequency, LeastRecentlyUsed
 from tests.models.flash.experts.pools import BLOCKS, EXPERTS, pool_of, visit
 
 forwards = st.lists(
@@ -27,7 +27,7 @@ forwards = st.lists(
 
 @given(forwards, st.integers(1, BLOCKS * EXPERTS + 2), st.integers(1, 4), st.booleans(), st.integers(1, 16))
 def test_each_needed_expert_is_there_once_whatever_happened_before(requests, slots, group, frequency, turns):
-    rule = TwoSpeedFrequency if frequency else LeastRecentlyUsed
+    rule = DecayedFrequency if frequency else LeastRecentlyUsed
     pool = pool_of(slots, group, rule)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(expert_pool, "TURN_SLOTS", turns)
