@@ -12,7 +12,6 @@ from transformers import AutoModelForCausalLM
 from swarm.errors import MissingBlocks
 from swarm.models.flash.files.block_files import FOLDER_NAME
 from swarm.models.flash.files.inventory import stored_models
-from swarm.models.flash.reading.record_reader import FlashIo
 from swarm.server.flash_budget import FlashOption
 from swarm.server.throughput.throughput_option import ThroughputOption
 from tests import zoo
@@ -35,7 +34,7 @@ def checkpoint(request, tmp_path) -> Path:
 @pytest.mark.slow
 @pytest.mark.parametrize("checkpoint", ["mixtral", "llama"], indirect=True)
 def test_one_server_on_flash_says_what_the_local_model_says(checkpoint, tmp_path):
-    options = {"flash": FlashOption(memory=200_000), "flash_io": FlashIo.CACHED, "cache_dir": tmp_path / "cache"}
+    options = {"flash": FlashOption(memory=200_000), "cache_dir": tmp_path / "cache"}
     with run_swarm(checkpoint, ["0:6"], **options) as swarm, run_client(swarm) as model:
         (server,) = model.swarm.servers()
         assert not server.sparse
@@ -56,7 +55,7 @@ def test_what_a_server_announces_follows_what_it_serves(checkpoint, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("checkpoint", ["mixtral"], indirect=True)
 def test_the_server_in_the_middle_is_killed_and_replaced_in_mid_text(checkpoint, tmp_path):
-    flash = {"flash": FlashOption(memory=100_000), "flash_io": FlashIo.CACHED, "cache_dir": tmp_path / "cache"}
+    flash = {"flash": FlashOption(memory=100_000), "cache_dir": tmp_path / "cache"}
     with run_swarm(checkpoint, ["0:2", "4:6"]) as swarm:
         first = swarm.start("2:4", **flash).wait_ready()
         with run_client(swarm) as model:
@@ -75,7 +74,7 @@ def test_the_server_in_the_middle_is_killed_and_replaced_in_mid_text(checkpoint,
 def test_a_server_on_flash_moves_to_other_blocks(checkpoint, tmp_path):
     """It closes a gap with blocks that it prepares there, and goes on with the text of a session that it served."""
     cache = tmp_path / "cache"
-    flash = {"flash": FlashOption(memory=100_000), "flash_io": FlashIo.CACHED, "cache_dir": cache}
+    flash = {"flash": FlashOption(memory=100_000), "cache_dir": cache}
     # So slow that a route goes through the one on flash, whatever a busy machine makes of their round trips.
     with run_swarm(checkpoint, ["0:4"], update_period=PERIOD_S, throughput=ThroughputOption(1.0)) as swarm:
         tail = swarm.start("4:6", update_period=PERIOD_S).wait_ready()
@@ -111,7 +110,7 @@ def blocks_on_flash(cache: Path) -> set[int]:
 @pytest.mark.parametrize("checkpoint", ["opt"], indirect=True)
 def test_a_server_that_selects_neurons_is_used_only_by_clients_that_accept_it(checkpoint, tmp_path):
     zoo.save_tokenizer(checkpoint)
-    options = {"flash": FlashOption(memory=4_000_000), "flash_io": FlashIo.CACHED, "cache_dir": tmp_path / "cache"}
+    options = {"flash": FlashOption(memory=4_000_000), "cache_dir": tmp_path / "cache"}
     with run_swarm(checkpoint, ["0:6"], **options) as swarm:
         with run_client(swarm, wait_for_blocks=1.0) as model, pytest.raises(MissingBlocks, match="exact=False"):
             zoo.greedy_texts(model, 1)
@@ -132,7 +131,7 @@ def test_a_server_that_selects_neurons_is_used_only_by_clients_that_accept_it(ch
 @pytest.mark.slow
 @pytest.mark.parametrize("checkpoint", ["opt"], indirect=True)
 def test_a_server_that_has_to_be_exact_streams_what_could_be_selected(checkpoint, tmp_path):
-    options = {"flash": FlashOption(memory=200_000), "flash_io": FlashIo.CACHED, "cache_dir": tmp_path / "cache"}
+    options = {"flash": FlashOption(memory=200_000), "cache_dir": tmp_path / "cache"}
     with run_swarm(checkpoint, ["0:6"], flash_exact=True, **options) as swarm, run_client(swarm) as model:
         assert not model.swarm.servers()[0].sparse
         assert zoo.greedy_texts(model, LENGTH) == local_texts(checkpoint)
@@ -143,7 +142,7 @@ def test_a_server_that_has_to_be_exact_streams_what_could_be_selected(checkpoint
 def test_a_drive_that_fails_in_mid_text_is_left_for_another_server(checkpoint, tmp_path):
     """The server answers with its error, and works again when the drive does."""
     cache = tmp_path / "cache"
-    flash = {"flash": FlashOption(memory=100_000), "flash_io": FlashIo.CACHED, "cache_dir": cache}
+    flash = {"flash": FlashOption(memory=100_000), "cache_dir": cache}
     with run_swarm(checkpoint, ["0:3"]) as swarm:
         failing = swarm.start("3:6", throughput=ThroughputOption(1e6), **flash).wait_ready()
         with run_client(swarm) as model, model.inference_session(max_length=64) as session:

@@ -3,7 +3,7 @@
     python -m benchmarks.flash [--folder DIR] [--only io,decode,memory,matrix,experts] [--rounds 5] [--short]
         [--dtypes bfloat16,float32] [--blocks 4] [--expert-blocks 8] [--tokens 3000]
         [--active 0.033 --selected 0.1 --window 5 --resident 0.24 --newly 0.024 --name NAME]
-        [--io direct|cached] [--no-squeeze] [--pictures DIR] [--json FILE]
+        [--no-squeeze] [--pictures DIR] [--json FILE]
 
 io       table 2: what a token reads, and how fast, as one method is added to another
 decode   table 3: seconds a token at half the memory, end to end, against naive, hybrid, and everything in memory
@@ -14,8 +14,7 @@ experts  a mixture of experts with a quarter in memory, against mmap under a bal
 True shapes, random weights: there is no trained model of this size to be had. Which neurons a token needs is planted
 (`planted`), with the paper's sparsity and, in tables of their own, with that of a trained small model; other
 numbers can be given. Everything takes turns within one run, with one torch thread, and ratios are of the same round;
-other programs on the machine affect both sides. The drive's speed, and what the cost model needs beside it, are
-measured at the beginning of each round, so that its predictions are made before what they predict.
+other programs on the machine affect both sides.
 
 Files go to a temporary folder (`--folder` for its parent): up to 8 GB for fp32, 10 GB for experts, one after the other.
 """
@@ -35,8 +34,7 @@ from benchmarks.common import machine
 from benchmarks.flash import decode, io, matrix, memory, pictures
 from benchmarks.flash.experts import against_mmap
 from benchmarks.flash.planted import PAPER, TRAINED, Measured, PlantedNeurons
-from benchmarks.flash.predicted import Setting, half_the_memory
-from swarm.models.flash.reading.record_reader import FlashIo
+from benchmarks.flash.setting import Setting, half_the_memory
 
 PARTS = ("io", "decode", "memory", "matrix", "experts")
 
@@ -50,7 +48,6 @@ class Run:
 
     def __init__(self, arguments: argparse.Namespace, folder: Path) -> None:
         self._arguments, self._folder = arguments, folder
-        self._io = FlashIo(arguments.io)
         self._rounds = 2 if arguments.short else arguments.rounds
         self._rows = [PAPER, *TRAINED] if arguments.name is None else [_given(arguments)]
         self.results: dict[str, Any] = {}
@@ -59,7 +56,7 @@ class Run:
         for dtype in self._dtypes():
             for like in self._rows:
                 layers = min(self._arguments.blocks, 2)
-                rows = io.run(self._folder, dtype, layers, like, self._io, self._rounds)
+                rows = io.run(self._folder, dtype, layers, like, self._rounds)
                 self._say(f"Reading for a token, {_name(dtype)}, {like.name}", io.report(rows))
                 self.results[f"io {_name(dtype)} {like.name}"] = {row.name: row.seconds for row in rows}
             self._clear()
@@ -69,7 +66,7 @@ class Run:
             for like in self._rows:
                 planted, layers = PlantedNeurons.like(like), self._arguments.blocks
                 half = half_the_memory(dtype, layers)
-                setting = Setting(self._folder, dtype, layers, planted, self._io, half)
+                setting = Setting(self._folder, dtype, layers, planted, half)
                 variants = decode.variants(setting)
                 decode.measure(variants, setting, self._rounds)
                 self._say(f"A token end to end, {_name(dtype)}, {like.name}", decode.report(variants))
@@ -92,7 +89,7 @@ class Run:
 
     def experts(self) -> None:
         blocks, squeeze = self._arguments.expert_blocks, not self._arguments.no_squeeze
-        found = against_mmap.measure(self._folder, blocks, self._io, self._rounds, squeeze)
+        found = against_mmap.measure(self._folder, blocks, self._rounds, squeeze)
         self._say("A mixture of experts", against_mmap.report(found))
         self.results["experts"] = {"flash": found.flash.rates, "mmap": found.mapped.rates}
         del found
@@ -138,7 +135,6 @@ def main() -> None:
     for name in ("active", "selected", "resident", "newly"):
         parser.add_argument(f"--{name}", type=float, default=getattr(PAPER, name))
     parser.add_argument("--window", type=int, default=PAPER.window)
-    parser.add_argument("--io", choices=[str(io) for io in FlashIo], default=str(FlashIo.DIRECT))
     parser.add_argument("--no-squeeze", action="store_true", help="without a ballast")
     parser.add_argument("--pictures", type=Path, help="folder for pictures of the results")
     parser.add_argument("--json", type=Path)

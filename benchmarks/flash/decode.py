@@ -16,11 +16,10 @@ import torch
 from benchmarks.common.tables import spread, table, times
 from benchmarks.flash.files import OPT
 from benchmarks.flash.opt import OptFiles, SparseBlocks, bound_block, dense_block, in_memory, open_files, sparse_blocks
-from benchmarks.flash.predicted import BATCHES, Setting, batch_name, neuron_slots, predictions
+from benchmarks.flash.setting import BATCHES, Setting, batch_name, neuron_slots
 from benchmarks.flash.steps import Step, plain, seconds_a_token
 from swarm.models.flash.neurons.sparse_feed_forward import SparseOptions
-from swarm.models.flash.records.record_buffer import RecordBuffer
-from swarm.models.flash.records.weight_store import PendingRead, StoreCounters, WeightStore
+from swarm.models.flash.records import PendingRead, RecordBuffer, StoreCounters, WeightStore
 
 WHOLE_TOKENS, SPARSE_TOKENS, DENSE_TOKENS = 1, 24, 4
 """Tokens of a round."""
@@ -43,8 +42,6 @@ HEADING = (
     "times as quick as naive",
     "as hybrid",
     "as the same in memory",
-    "predicted ms",
-    "predicted / measured",
     "paper, ms",
 )
 
@@ -64,7 +61,6 @@ class Variant:
         prepare: draws the neurons of so many tokens before they are timed.
         batch: sequences that are computed together.
         seconds, waiting, bytes: a token, all 32 blocks, by round.
-        predicted: seconds a token by the cost model, likewise.
     """
 
     name: str
@@ -76,7 +72,6 @@ class Variant:
     seconds: list[float] = field(default_factory=list)
     waiting: list[float] = field(default_factory=list)
     bytes: list[float] = field(default_factory=list)
-    predicted: list[float] = field(default_factory=list)
 
 
 def read_first(block: Any, files: OptFiles, buffer: RecordBuffer) -> Step:
@@ -137,12 +132,10 @@ def read_ahead(files: Sequence[OptFiles], buffers: Sequence[RecordBuffer], dense
 
 
 def measure(variants: Sequence[Variant], setting: Setting, rounds: int) -> None:
-    """Fill in the rows; all take turns in each round, after the machine was measured and they were predicted."""
+    """Fill in the rows; all take turns in each round."""
     dtype, scale = setting.dtype, OPT.layers / setting.layers
     for _ in range(rounds):
-        expected = predictions(setting)
         for variant in variants:
-            variant.predicted.append(expected[variant.name])
             warm_up = min(WARM_UP_TOKENS, variant.tokens)
             variant.prepare((warm_up + variant.tokens) * variant.batch)
             with variant.opened() as blocks:
@@ -168,8 +161,6 @@ def report(variants: Sequence[Variant]) -> str:
                 spread([seconds * 1000 for seconds in one.waiting], 0),
                 spread([size / 1e9 for size in one.bytes]),
                 *(times(by_name[other], one.seconds) for other in ("naive", "hybrid", "the same in memory")),
-                spread([seconds * 1000 for seconds in one.predicted], 0),
-                times(one.predicted, one.seconds),
                 PAPER.get(one.name, ""),
             ]
         )
@@ -179,7 +170,7 @@ def report(variants: Sequence[Variant]) -> str:
 def variants(setting: Setting) -> list[Variant]:
     """The rows of the table."""
     dtype, count = setting.dtype, setting.layers
-    files = open_files(setting.folder, dtype, count, setting.planted, setting.io)
+    files = open_files(setting.folder, dtype, count, setting.planted)
     dense = [dense_block(number, one, setting.planted.active) for number, one in enumerate(files)]
     half = {number: dense[number] for number in range(count // 2)}
     buffers = [RecordBuffer(OPT.whole(dtype), 1) for _ in range(2)]

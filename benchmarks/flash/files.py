@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from swarm.models.flash.records.record_layout import RecordLayout
+from swarm.models.flash.records import RecordLayout
 
 CHUNK_VALUES = 1 << 24
 """Random values that are drawn once; a file repeats them, each time from another place on."""

@@ -17,11 +17,8 @@ import torch
 from benchmarks.common.tables import quotients, spread, table, times
 from benchmarks.flash.files import OPT, write_random
 from benchmarks.flash.planted import Measured, PlantedLayer, PlantedNeurons
-from benchmarks.flash.steps import drive_speed
-from swarm.models.flash.reading.drive_speed import DriveSpeed
-from swarm.models.flash.reading.flash_store import FlashStore
-from swarm.models.flash.reading.record_reader import FlashIo
-from swarm.models.flash.records.record_buffer import Indices, RecordBuffer
+from swarm.models.flash.reading import FlashStore
+from swarm.models.flash.records import Indices, RecordBuffer
 
 WHOLE_TOKENS, SPARSE_TOKENS = 1, 16
 """Tokens of a round: those that read whole layers, and those that read neurons."""
@@ -31,9 +28,8 @@ HEADING = (
     "GB a token",
     "GB/s",
     "ms a token",
+    "ms of CPU",
     "times less than naive",
-    "predicted ms",
-    "predicted / measured",
     "paper: GB",
     "GB/s",
     "ms",
@@ -79,16 +75,16 @@ class Method:
         requests: what a token reads of a layer.
         tokens: in a round.
         seconds: a token, all 32 layers, by round.
+        cpu_seconds: user and system time of all threads, likewise.
         bytes: likewise.
-        predicted: seconds a token by the cost model, likewise.
     """
 
     name: str
     requests: Callable[[LayerFiles, int], list[Request]]
     tokens: int
     seconds: list[float] = field(default_factory=list)
+    cpu_seconds: list[float] = field(default_factory=list)
     bytes: list[float] = field(default_factory=list)
-    predicted: list[float] = field(default_factory=list)
 
 
 def methods(window: int) -> list[Method]:
@@ -114,7 +110,7 @@ def methods(window: int) -> list[Method]:
     ]
 
 
-def open_layers(folder: Path, dtype: torch.dtype, count: int, planted: PlantedNeurons, io: FlashIo) -> list[LayerFiles]:
+def open_layers(folder: Path, dtype: torch.dtype, count: int, planted: PlantedNeurons) -> list[LayerFiles]:
     """Write the files of `count` layers, unless they are there, and open them."""
     layers = []
     for number in range(count):
@@ -125,7 +121,7 @@ def open_layers(folder: Path, dtype: torch.dtype, count: int, planted: PlantedNe
             path = folder / f"{number}-{name}-{dtype.itemsize}.bin"
             if not path.exists():
                 write_random(path, layout, seed=number)
-            stores[name] = FlashStore.open(path, layout, io)
+            stores[name] = FlashStore.open(path, layout)
         layer = planted.draw(OPT.neurons, seed=number)
         layers.append(LayerFiles(stores["whole"], (stores["fc1"], stores["fc2"]), stores["bundled"], layer))
     return layers
@@ -156,34 +152,24 @@ class Reader:
         return self._buffers[key]
 
 
-def predicted(speed: DriveSpeed, requests: Sequence[Request], reads: int) -> float:
-    """Seconds by the cost model."""
-    size = sum(len(records) * store.layout.stride for store, records in requests)
-    return speed.seconds(reads, size / reads) if reads else 0.0
-
-
-def measure(
-    rows: Sequence[Method], layers: Sequence[LayerFiles], measured: Callable[[], DriveSpeed], window: int, rounds: int
-) -> None:
-    """Fill in the rows; all methods take turns in each round, after the drive was measured."""
+def measure(rows: Sequence[Method], layers: Sequence[LayerFiles], window: int, rounds: int) -> None:
+    """Fill in the rows; all methods take turns in each round."""
     reader, scale = Reader(), OPT.layers / len(layers)
     for turn in range(-1, rounds):
-        speed = measured()
         for row in rows:
             first = window + max(turn, 0) * row.tokens
-            seconds = size = expected = 0.0
+            seconds = cpu_s = size = 0.0
             for token in range(first, first + row.tokens):
                 for layer in layers:
                     requests = row.requests(layer, token)
-                    before = sum(store.counters.reads for store, _ in requests)
+                    before_s = time.process_time()
                     seconds += reader.seconds(requests)
-                    reads = sum(store.counters.reads for store, _ in requests) - before
+                    cpu_s += time.process_time() - before_s
                     size += sum(len(records) * store.layout.stride for store, records in requests)
-                    expected += predicted(speed, requests, reads)
             if turn >= 0:  # the first round touches the buffers' pages
                 row.seconds.append(seconds * scale / row.tokens)
                 row.bytes.append(size * scale / row.tokens)
-                row.predicted.append(expected * scale / row.tokens)
+                row.cpu_seconds.append(cpu_s * scale / row.tokens)
 
 
 def report(rows: Sequence[Method]) -> str:
@@ -196,22 +182,20 @@ def report(rows: Sequence[Method]) -> str:
                 spread([size / 1e9 for size in row.bytes]),
                 spread([speed / 1e9 for speed in quotients(row.bytes, row.seconds)]),
                 spread([seconds * 1000 for seconds in row.seconds], 0),
+                spread([seconds * 1000 for seconds in row.cpu_seconds], 0),
                 times(naive, row.seconds),
-                spread([seconds * 1000 for seconds in row.predicted], 0),
-                times(row.predicted, row.seconds),
                 *PAPER[row.name],
             ]
         )
     return table(HEADING, lines)
 
 
-def run(folder: Path, dtype: torch.dtype, layers: int, like: Measured, io: FlashIo, rounds: int) -> list[Method]:
+def run(folder: Path, dtype: torch.dtype, layers: int, like: Measured, rounds: int) -> list[Method]:
     """Measure one table."""
-    opened = open_layers(folder, dtype, layers, PlantedNeurons.like(like), io)
+    opened = open_layers(folder, dtype, layers, PlantedNeurons.like(like))
     rows = methods(like.window)
     try:
-        path, stride = folder / f"0-bundled-{dtype.itemsize}.bin", OPT.bundled(dtype).stride
-        measure(rows, opened, lambda: drive_speed(path, io, stride), like.window, rounds)
+        measure(rows, opened, like.window, rounds)
     finally:
         for layer in opened:
             layer.close()

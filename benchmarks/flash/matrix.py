@@ -16,9 +16,7 @@ import torch
 from benchmarks.common.tables import spread, table
 from benchmarks.flash.files import OPT
 from swarm.models.flash.neurons.neuron_matrix import NeuronMatrix
-from swarm.models.flash.records.record_buffer import Indices, RecordBuffer
-from swarm.models.flash.records.record_layout import RecordLayout
-from swarm.models.flash.records.weight_store import FinishedRead, PendingRead, StoreCounters
+from swarm.models.flash.records import FinishedRead, Indices, PendingRead, RecordBuffer, RecordLayout, StoreCounters
 
 ROWS = (1024, 2048, 4096, 8192, 15872)
 CHANGES = 512

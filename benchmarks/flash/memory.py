@@ -22,10 +22,9 @@ import torch
 from benchmarks.flash.files import OPT
 from benchmarks.flash.opt import attention_block, open_files, sparse_blocks
 from benchmarks.flash.planted import PAPER, PlantedNeurons
-from benchmarks.flash.predicted import TINY, half_the_memory, slots_for, tiny_blocks
+from benchmarks.flash.setting import TINY, half_the_memory, slots_for, tiny_blocks
 from benchmarks.flash.steps import plain, seconds_a_token
 from swarm.models.flash.neurons.sparse_feed_forward import SparseOptions
-from swarm.models.flash.reading.record_reader import FlashIo
 from swarm.models.loading.span_loading import return_freed_memory
 
 TEXT_TOKENS = 256
@@ -84,7 +83,7 @@ def _measured(folder: Path, dtype: torch.dtype, blocks: int, tokens: int) -> Res
     return_freed_memory()
     budget = half_the_memory(dtype, blocks)
     found = Resident(psutil.Process().memory_info().rss, budget)
-    files = open_files(folder, dtype, blocks, planted, FlashIo.DIRECT)
+    files = open_files(folder, dtype, blocks, planted)
     attention = [attention_block(number, dtype) for number in range(blocks)]
     options = SparseOptions(slots_for(budget, blocks, dtype))
     sparse = sparse_blocks(attention, [one.planted for one in files], [one.bundled for one in files], options)

@@ -20,17 +20,21 @@ from transformers import OPTConfig
 from transformers.models.opt.modeling_opt import OPTDecoderLayer
 
 from benchmarks.flash.files import OPT, SCALE, OptShape, write_random
+from benchmarks.flash.memory_store import MemoryStore
 from benchmarks.flash.planted import PlantedLayer, PlantedNeurons
+from swarm.models.flash.block_plan import BlockPlan, take_out
 from swarm.models.flash.neurons.active_window import ForwardTokens
-from swarm.models.flash.neurons.exact_pass import SlabMemory
 from swarm.models.flash.neurons.feed_forward_site import find_sparse_feed_forward
 from swarm.models.flash.neurons.predictor import LowRankPredictor
-from swarm.models.flash.neurons.sparse_feed_forward import SpanShared, SparseFeedForward, SparseOptions, attach
-from swarm.models.flash.plans.block_plan import BlockPlan, take_out
-from swarm.models.flash.reading.flash_store import FlashStore
-from swarm.models.flash.reading.record_reader import FlashIo
-from swarm.models.flash.records.record_buffer import RecordBuffer
-from swarm.models.flash.records.weight_store import MemoryStore, WeightStore
+from swarm.models.flash.neurons.sparse_feed_forward import (
+    SlabMemory,
+    SpanShared,
+    SparseFeedForward,
+    SparseOptions,
+    attach,
+)
+from swarm.models.flash.reading import FlashStore
+from swarm.models.flash.records import RecordBuffer, WeightStore
 from swarm.models.weights.frozen_linear import prepack
 
 RANK = 240
@@ -98,7 +102,7 @@ class OptFiles:
     planted: PlantedLayer
 
 
-def open_files(folder: Path, dtype: torch.dtype, count: int, planted: PlantedNeurons, io: FlashIo) -> list[OptFiles]:
+def open_files(folder: Path, dtype: torch.dtype, count: int, planted: PlantedNeurons) -> list[OptFiles]:
     """Write the files of `count` blocks, unless they are there, and open them."""
     found = []
     for number in range(count):
@@ -107,7 +111,7 @@ def open_files(folder: Path, dtype: torch.dtype, count: int, planted: PlantedNeu
             path = folder / f"{number}-{name}-{dtype.itemsize}.bin"
             if not path.exists():
                 write_random(path, layout, seed=number)
-            stores.append(FlashStore.open(path, layout, io))
+            stores.append(FlashStore.open(path, layout))
         found.append(OptFiles(*stores, planted.draw(OPT.neurons, seed=number)))
     return found
 

@@ -9,19 +9,13 @@ window, and those that the next token adds to them, have the shares that were me
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
-from swarm.models.flash.neurons.selection_trace import measured_reads
-from swarm.models.flash.sparsity import Sparsity
-
 STEPS = 60
 """Halvings of an interval in which a number is sought."""
-
-REPLAYED_TOKENS, REPLAYED_NEURONS = 96, 2048
-"""What is drawn of each session to find out what is read with some memory."""
 
 MAX_LOG_SPREAD = math.log(1e6)
 
@@ -106,18 +100,6 @@ class PlantedNeurons:
     def newly(self, window: int) -> float:
         """The share that a token adds to what the `window` tokens before it need."""
         return self.needed(window + 1) - self.needed(window)
-
-    def sparsity(self, sessions: Sequence[int], tokens: int = 16) -> Sparsity:
-        """As the cost model takes it. Planted tokens need the same neurons as often, whichever session is theirs.
-
-        Args:
-            sessions: numbers of sessions for which it is wanted.
-        """
-        alone = tuple(self.needed(count) for count in range(1, tokens + 1))
-        layer = self.draw(REPLAYED_NEURONS, seed=0)
-        drawn = np.random.default_rng(0).random((max(sessions), REPLAYED_TOKENS, REPLAYED_NEURONS))
-        reads = measured_reads(drawn < layer.probabilities, sessions)
-        return Sparsity(alone, {count: self.needed(count) for count in sessions}, reads)
 
     def draw(self, neurons: int, seed: int) -> PlantedLayer:
         """The neurons of one layer."""

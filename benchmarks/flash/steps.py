@@ -4,17 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import closing
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks.flash.files import OPT, OptShape
-from swarm.models.flash.reading.drive_measurement import DriveProbe
-from swarm.models.flash.reading.drive_speed import DriveSpeed
-from swarm.models.flash.reading.open_reader import open_reader
-from swarm.models.flash.reading.record_reader import FlashIo
 
 CONTEXT = 128
 """Tokens in the cache before the first one, as in the paper."""
@@ -62,9 +56,3 @@ def seconds_a_token(
         for block in blocks:
             hidden = block(hidden, cache)
     return (time.perf_counter() - began) / tokens
-
-
-def drive_speed(path: Path, io: FlashIo, record_bytes: int) -> DriveSpeed:
-    """How fast a packed file is read now."""
-    with closing(open_reader(path, io)) as reader:
-        return DriveProbe(reader).speed(record_bytes)

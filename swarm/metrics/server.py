@@ -73,12 +73,6 @@ class ServerObserver:
     ) -> None:
         """A span was loaded. `throughput` is what is announced, in blocks x tokens per second."""
 
-    def flash_predicted(self, tokens_per_second: float) -> None:
-        """The cost model expects this rate of one session for the blocks on flash that were loaded."""
-
-    def throughput_corrected(self, throughput: float) -> None:
-        """Blocks on flash turned out to compute so many blocks x tokens per second, which is announced from now on."""
-
     def flash_used(self, use: FlashUse) -> None:
         """Blocks on flash read this since the last report."""
 
@@ -224,12 +218,6 @@ class ServerMetrics(ServerObserver):
     def span_moved(self, urgent: bool, arrived: bool) -> None:
         self._rebalances.labels("gap" if urgent else "balance", "moved" if arrived else "returned").inc()
 
-    def flash_predicted(self, tokens_per_second: float) -> None:
-        self._flash.predicted.set(tokens_per_second)
-
-    def throughput_corrected(self, throughput: float) -> None:
-        self._throughput.set(throughput)
-
     def flash_used(self, use: FlashUse) -> None:
         self._flash.count(use)
 
@@ -258,7 +246,6 @@ class FlashMetrics:
             "ahead": counter("ahead_records", "Experts that were read ahead."),
             "ahead_hits": counter("ahead_hit_records", "Experts that were read ahead and then needed."),
         }
-        self.predicted = _gauge("flash_predicted_tokens_per_second", "Tokens a second, by the cost model.", registry)
 
     def count(self, use: FlashUse) -> None:
         """Add what was read and selected."""

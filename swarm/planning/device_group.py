@@ -13,8 +13,10 @@ from functools import cached_property
 from itertools import accumulate
 
 from swarm.data_structures import Span
-from swarm.models.flash.streaming.residency import BUFFERS
 from swarm.server.limits import MAX_MEMORY_SHARE
+
+STREAM_BUFFERS = 2
+"""Blocks in memory for those that are read from a drive: one is computed with, the next is read."""
 
 
 @dataclass(frozen=True)
@@ -131,7 +133,7 @@ class DeviceGroup:
         if missing <= 0:
             return PlacedBlocks(seconds, needed, 0)
         weights = self.model.weights[start:end]
-        least = needed - sum(weights) + min(sum(weights), BUFFERS * max(weights))
+        least = needed - sum(weights) + min(sum(weights), STREAM_BUFFERS * max(weights))
         if one.drive is None or least > one.usable_memory or sum(weights) > one.drive.space:
             return None
         return PlacedBlocks(seconds + missing * self.read_share / one.drive.speed, one.usable_memory, missing)

@@ -60,13 +60,7 @@ OPTIONS_AS_GIVEN = (
     default="auto",
     metavar="auto|off|SIZE",
     help="Keep weights on a drive, and only SIZE of them in memory (docs/flash.md). auto: if the blocks do not fit in "
-    "memory, or if the swarm gains by more experts here. On CPUs, without quantization.",
-)
-@click.option(
-    "--flash-io",
-    type=click.Choice(["auto", "direct", "cached"]),
-    default="auto",
-    help="Read from the drive past the page cache or through it. auto: what is faster here.",
+    "memory. On CPUs, without quantization.",
 )
 @click.option(
     "--flash-exact",
@@ -180,7 +174,6 @@ def _server_config(options: Mapping[str, Any], peers: tuple[str, ...]) -> Server
     """The configuration that these command line options ask for. Raises `InvalidOption` or `InvalidSpan`."""
     from swarm.membership.invite import read_invite
     from swarm.metrics.endpoint import MetricsAddress
-    from swarm.models.flash.reading.record_reader import FlashIo
     from swarm.server.config import BlocksOption, ExitsOption, ServerConfig, WeightsOption
     from swarm.server.flash_budget import FlashOption
     from swarm.server.throughput.throughput_cache import default_path
@@ -211,7 +204,6 @@ def _server_config(options: Mapping[str, Any], peers: tuple[str, ...]) -> Server
         metrics=MetricsAddress.parse(options["metrics"]) if options["metrics"] is not None else None,
         flash=FlashOption.parse(options["flash"]),
         exits=ExitsOption.parse(options["exits"]) if options["exits"] is not None else None,
-        flash_io=FlashIo(options["flash_io"]) if options["flash_io"] != "auto" else None,
     )
 
 

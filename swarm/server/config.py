@@ -8,7 +8,6 @@ from pathlib import Path
 from swarm.data_structures import Span
 from swarm.errors import InvalidOption, InvalidSpan
 from swarm.metrics.endpoint import MetricsAddress
-from swarm.models.flash.reading.record_reader import FlashIo
 from swarm.server.flash_budget import FlashOption
 from swarm.server.throughput.throughput_option import ThroughputOption
 from swarm.transport.p2p import P2PConfig
@@ -142,7 +141,6 @@ class ServerConfig:
         threads: torch threads; None for torch's own choice.
         metrics: address of the Prometheus endpoint; None for no endpoint and no counting.
         flash: whether weights stay on flash, and how much memory they get.
-        flash_io: how packed files are read; None to try both ways.
         flash_exact: never select neurons, so that results are exact.
         exits: where tokens may leave inside the span; None for nowhere.
         exits_from: folder of lenses and classifiers for that (`model.save_exits`).
@@ -168,7 +166,6 @@ class ServerConfig:
     threads: int | None = None
     metrics: MetricsAddress | None = None
     flash: FlashOption = field(default_factory=FlashOption)
-    flash_io: FlashIo | None = None
     flash_exact: bool = False
     exits: ExitsOption | None = None
     exits_from: Path | None = None

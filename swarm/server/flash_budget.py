@@ -3,20 +3,81 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+
+import torch
 
 from swarm.common.units import ByteSize, format_bytes
 from swarm.data_structures import Span
 from swarm.errors import InvalidOption, NotEnoughMemory
+from swarm.models.checkpoints.checkpoint import Checkpoint
+from swarm.models.flash.block_plan import RecordKind
 from swarm.models.flash.files.block_files import PackedModel
-from swarm.models.flash.files.drive_space import check_space, drive_space
-from swarm.models.flash.files.planned_blocks import PlannedBlock
-from swarm.models.flash.flash_footprint import FlashFootprint
-from swarm.models.flash.reading.record_reader import FlashIo
+from swarm.models.flash.files.preparation import check_space, drive_space
+from swarm.models.flash.memory_shares import memory_needs
+from swarm.models.flash.planned_blocks import PlannedBlock
 from swarm.models.loading.flash_loading import FlashOptions
 from swarm.models.weights.quantization import NONE
 from swarm.server.memory_budget import usable
+
+WORTHWHILE_SHARE = {RecordKind.NEURONS: 1 / 2, RecordKind.EXPERTS: 1 / 4, RecordKind.BLOCK: 1 / 2}
+"""Share of the records for which there should be memory. "LLM in a flash" runs models of twice the memory; of experts,
+most tokens find theirs among a quarter, if that are those of several tokens (`WORTHWHILE_TOKENS`). With less memory,
+every token waits for the drive."""
+
+WORTHWHILE_TOKENS = 4
+"""Tokens for whose experts there should be memory, up to half of all experts."""
+
+
+@dataclass(frozen=True)
+class FlashFootprint:
+    """All blocks of a model.
+
+    Attributes:
+        blocks: what of each is on flash, in order.
+        cache_bytes_per_token: bytes that one position takes in the attention cache of one block.
+    """
+
+    blocks: Sequence[PlannedBlock]
+    cache_bytes_per_token: int
+
+    def least_bytes(self, start: int, end: int) -> int:
+        """Memory for weights with which blocks [start, end) can be computed at all."""
+        needs = memory_needs([(block.plan.kind, block.layout) for block in self.blocks[start:end]])
+        return self._resident(start, end) + sum(need.least for need in needs.values())
+
+    def worthwhile_bytes(self, start: int, end: int) -> int:
+        """Memory for weights with which it pays to serve blocks [start, end)."""
+        shares = (block.layout.file_bytes * _worthwhile_share(block) for block in self.blocks[start:end])
+        return max(self.least_bytes(start, end), self._resident(start, end) + int(sum(shares)))
+
+    def sparse(self, start: int, end: int) -> bool:
+        """Whether neurons are selected in any of the blocks [start, end)."""
+        return any(block.plan.kind is RecordKind.NEURONS for block in self.blocks[start:end])
+
+    def _resident(self, start: int, end: int) -> int:
+        return sum(block.resident_bytes for block in self.blocks[start:end])
+
+
+def _worthwhile_share(block: PlannedBlock) -> float:
+    share = WORTHWHILE_SHARE[block.plan.kind]
+    return max(share, min(1 / 2, WORTHWHILE_TOKENS * block.experts_per_token / block.layout.count))
+
+
+def flash_footprint(
+    checkpoint: Checkpoint, dtype: torch.dtype, planned: Mapping[int, PlannedBlock]
+) -> FlashFootprint | None:
+    """What the blocks of a checkpoint take in `dtype`; None if some cannot be on flash. No weights are read.
+
+    Args:
+        planned: what of each block is on flash; blocks of which nothing can be are missing.
+    """
+    if len(planned) < checkpoint.blocks:
+        return None
+    blocks = [one for _, one in sorted(planned.items())]
+    return FlashFootprint(blocks, checkpoint.structure.cached_values_per_token * dtype.itemsize)
+
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +138,6 @@ class FlashBudget:
         cache_tokens: capacity of the attention cache.
         memory: bytes for weights, if `--flash` says so; None for what the cache leaves.
         packed: the model's packed files.
-        io: how they are read; None to try both ways.
         exact: whether neurons are never selected.
     """
 
@@ -86,7 +146,6 @@ class FlashBudget:
     cache_tokens: int
     memory: int | None
     packed: PackedModel
-    io: FlashIo | None = None
     exact: bool = False
 
     @property
@@ -104,11 +163,11 @@ class FlashBudget:
     def description(self) -> str:
         """What distinguishes it from weights in memory and from other budgets."""
         size = format_bytes(self.memory) if self.memory is not None else "all memory"
-        return f"on flash, {size}, {self.io or 'auto'}{', exact' if self.exact else ''}"
+        return f"on flash, {size}{', exact' if self.exact else ''}"
 
     def options(self, span: Span) -> FlashOptions:
         """How to load a span."""
-        return FlashOptions(self.weights(span.length), self.packed.root, self._planned(span), self.io)
+        return FlashOptions(self.weights(span.length), self.packed.root, self._planned(span))
 
     def weights(self, blocks: int) -> int:
         """Bytes for the weights of so many blocks."""
@@ -119,8 +178,8 @@ class FlashBudget:
 
         Raises `NotEnoughMemory` or `NotEnoughSpace` if not even one can be served.
         """
-        paying = self.blocks_that_pay()
-        held = self.blocks_on_drive(paying)
+        paying = self._blocks_that_pay()
+        held = self._blocks_on_drive(paying)
         if held == 0:
             check_space(self.packed, self._planned(Span(0, 1)))
         if held < paying:
@@ -133,7 +192,7 @@ class FlashBudget:
             )
         return held
 
-    def blocks_that_pay(self) -> int:
+    def _blocks_that_pay(self) -> int:
         """How many blocks this memory is enough for, wherever the window lies. Raises `NotEnoughMemory` if not even one
         can be computed."""
         for count in range(len(self.footprint.blocks), 0, -1):
@@ -143,7 +202,7 @@ class FlashBudget:
             self._check_memory(Span(0, 1))
         return 1
 
-    def blocks_on_drive(self, most: int) -> int:
+    def _blocks_on_drive(self, most: int) -> int:
         """How many blocks in a row the drive has room for, up to `most`, if they are the right ones: some may be
         prepared already. 0 if not even one. Raises `PackedFileError` if the drive cannot be looked at."""
         space = drive_space(self.packed)

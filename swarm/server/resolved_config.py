@@ -17,13 +17,11 @@ from swarm.models.checkpoints.partial_loading import resolve_dtype
 from swarm.models.exits.model_head import head_bytes, head_loading_bytes
 from swarm.models.exits.trained_exits import BaseModel, StoredExits
 from swarm.models.flash.files.block_files import PackedModel, flash_root
-from swarm.models.flash.flash_footprint import flash_footprint
 from swarm.models.loading.flash_preparation import plan_for_flash
 from swarm.models.weights.quantization import NONE
 from swarm.server import memory_budget
 from swarm.server.config import ServerConfig
-from swarm.server.flash_budget import FlashBudget, wants_flash
-from swarm.server.flash_gain import choose_flash
+from swarm.server.flash_budget import FlashBudget, flash_footprint, wants_flash
 from swarm.server.limits import DEFAULT_CACHE_TOKENS, DEFAULT_REQUEST_BYTES
 from swarm.server.memory_budget import MemoryBudget
 
@@ -190,26 +188,14 @@ def _resolve_budget(
     cache_tokens: int,
     reserved: int,
 ) -> MemoryBudget | FlashBudget:
-    """What memory holds of the blocks, beside `reserved` bytes. Why they go to flash, or why not, is logged if there
-    was a question."""
+    """What memory holds of the blocks, beside `reserved` bytes: on flash if that was asked for, or if those that were
+    asked for do not fit in memory."""
     free = memory_budget.free_memory(device) - reserved
     in_memory = MemoryBudget(memory_footprint(checkpoint, dtype, quantization), free, cache_tokens)
-    fits, requested = in_memory.fits(options.blocks.requested), options.blocks.requested
-    if wants_flash(options.flash, device.type, quantization, fits):
-        return _because_it_has_to(options, checkpoint, dtype, in_memory)
-    exact = NONE if options.quant == "auto" else quantization
-    possible = wants_flash(options.flash, device.type, exact, fits=False)
-    if possible and requested is None and in_memory.blocks_that_fit() < checkpoint.blocks:
-        return _if_the_swarm_gains(options, checkpoint, dtype, in_memory)
-    return in_memory
-
-
-def _because_it_has_to(
-    options: ServerConfig, checkpoint: Checkpoint, dtype: torch.dtype, in_memory: MemoryBudget
-) -> MemoryBudget | FlashBudget:
-    """Flash, because it was asked for, or because blocks that were asked for do not fit in memory."""
+    if not wants_flash(options.flash, device.type, quantization, in_memory.fits(options.blocks.requested)):
+        return in_memory
     asked_for = options.flash.memory is not None
-    on_flash = _flash_budget(options, checkpoint, dtype, in_memory, options.flash_exact)
+    on_flash = _flash_budget(options, checkpoint, dtype, in_memory)
     if on_flash is None and asked_for:
         raise InvalidOption(f"--flash: {checkpoint.name} has blocks without weights that could be on flash; use off")
     if on_flash is None or not (asked_for or on_flash.fits(options.blocks.requested)):
@@ -219,29 +205,14 @@ def _because_it_has_to(
     return on_flash
 
 
-def _if_the_swarm_gains(
-    options: ServerConfig, checkpoint: Checkpoint, dtype: torch.dtype, in_memory: MemoryBudget
-) -> MemoryBudget | FlashBudget:
-    """Memory or flash, where memory holds some of the blocks, quantized or not: whichever is better for the swarm."""
-    on_flash = _flash_budget(options, checkpoint, dtype, in_memory, exact=True)
-    if on_flash is None:
-        return in_memory
-    choice = choose_flash(in_memory, on_flash, checkpoint.config.hidden_size)
-    if choice is None:
-        return in_memory
-    logger.info("Weights: %s, because %s", "on flash" if choice.flash else "in memory", choice.reason)
-    return on_flash if choice.flash else in_memory
-
-
 def _flash_budget(
-    options: ServerConfig, checkpoint: Checkpoint, dtype: torch.dtype, in_memory: MemoryBudget, exact: bool
+    options: ServerConfig, checkpoint: Checkpoint, dtype: torch.dtype, in_memory: MemoryBudget
 ) -> FlashBudget | None:
     """What the same memory holds of blocks on flash; None if some cannot be there."""
-    root = flash_root(options.cache_dir)
+    root, exact = flash_root(options.cache_dir), options.flash_exact
     planned = plan_for_flash(checkpoint, Span(0, checkpoint.blocks), dtype, root, exact)
     footprint = flash_footprint(checkpoint, dtype, planned)
     if footprint is None:
         return None
     packed = PackedModel.of(checkpoint, dtype, root)
-    memory, io = options.flash.memory, options.flash_io
-    return FlashBudget(footprint, in_memory.free, in_memory.cache_tokens, memory, packed, io, exact)
+    return FlashBudget(footprint, in_memory.free, in_memory.cache_tokens, options.flash.memory, packed, exact)

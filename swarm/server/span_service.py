@@ -24,13 +24,7 @@ from swarm.models.exits.span_exits import NOTHING_TRAINED, SpanExits
 from swarm.models.loading.flash_loading import load_flash_span
 from swarm.models.loading.span_loading import load_span
 from swarm.server.compute.compute_thread import ComputeThread
-from swarm.server.compute.engine import (
-    MAX_ITERATION_S,
-    MAX_ITERATION_TOKENS,
-    MIN_ITERATION_TOKENS,
-    Engine,
-    token_budget,
-)
+from swarm.server.compute.engine import Engine, token_budget
 from swarm.server.limits import KEPT_HIDDEN_STATES
 from swarm.server.resolved_config import ResolvedConfig
 from swarm.server.sessions.adapter_store import AdapterLimits, AdapterStore
@@ -38,10 +32,7 @@ from swarm.server.sessions.handler import MessageHandler
 from swarm.server.sessions.request_validation import RequestLimits
 from swarm.server.sessions.session_table import SessionTable
 from swarm.server.throughput.compute_measurement import determine_throughput
-from swarm.server.throughput.flash_calibration import FlashCalibration
-from swarm.server.throughput.flash_prediction import predict_speed
 from swarm.server.throughput.throughput_cache import Throughput
-from swarm.server.throughput.throughput_option import ThroughputOption
 from swarm.transport.stream import Network
 
 logger = logging.getLogger(__name__)
@@ -52,19 +43,18 @@ HAND_OVER_TIMEOUT_S = 5.0
 """How long clients get to move their sessions to other servers once they were asked to."""
 
 FLASH_ITERATION_TOKENS = 1024
-"""Tokens of one iteration of blocks on flash, if the cost model was not asked: each iteration of a prompt reads all
-weights once."""
+"""Tokens of one iteration of blocks on flash. More than in memory, because each iteration of a prompt reads all weights
+once."""
 
 POLL_PERIOD_S = 0.1
 """Time between checks whether all sessions have ended."""
 
 
 class FlashReporter:
-    """Tells an observer what a span has read from flash since the last report, and how fast it turns out to be; nothing
-    if all is in memory."""
+    """Tells an observer what a span has read from flash since the last report; nothing if all is in memory."""
 
-    def __init__(self, model: SpanModel, observer: ServerObserver, calibration: FlashCalibration | None) -> None:
-        self._flash, self._observer, self._calibration = model.flash, observer, calibration
+    def __init__(self, model: SpanModel, observer: ServerObserver) -> None:
+        self._flash, self._observer = model.flash, observer
         self._reported = FlashUse()
 
     def report(self) -> None:
@@ -73,8 +63,6 @@ class FlashReporter:
             use = self._flash.use()
             self._observer.flash_used(use.since(self._reported))
             self._reported = use
-        if self._calibration is not None:
-            self._observer.throughput_corrected(self._calibration.throughput.decode)
 
 
 @dataclass(frozen=True)
@@ -84,8 +72,7 @@ class SpanService:
     Attributes:
         span: the blocks.
         adapters: what clients add to them.
-        measured: how fast they were expected to be when they were loaded.
-        calibration: corrects that for blocks on flash; None if nothing is predicted.
+        throughput: what to announce.
         load_seconds: how long loading took.
         flash_reporter: counts what is read from flash.
     """
@@ -96,8 +83,7 @@ class SpanService:
     handler: MessageHandler
     engine: Engine
     adapters: AdapterStore
-    measured: Throughput
-    calibration: FlashCalibration | None
+    throughput: Throughput
     load_seconds: float
     flash_reporter: FlashReporter
 
@@ -130,16 +116,10 @@ class SpanService:
         logger.info("Loaded: %s of weights in %.1f s", format_bytes(model.weight_bytes), load_seconds)
         model = await _choose_forward(config, model, compute_thread)
         model = await _add_exits(config, model, exits, compute_thread)
-        calibration = None
-        if model.flash is not None and config.options.throughput == ThroughputOption():
-            calibration = FlashCalibration(await compute_thread.run(predict_speed, model))
-            measured = calibration.throughput
-            observer.flash_predicted(measured.decode / span.length)
-        else:
-            measured = await _measure_throughput(config, model, compute_thread)
+        throughput = await _measure_throughput(config, model, compute_thread)
         sessions = _make_session_table(config, model, observer)
         logger.info("Attention cache: room for %d tokens", sessions.capacity)
-        engine = _make_engine(model, measured, compute_thread, observer, calibration)
+        engine = _make_engine(model, throughput, compute_thread, observer)
         logger.info("Scheduler: up to %d tokens an iteration", engine.budget)
         adapters = AdapterStore(time.monotonic, AdapterLimits(memory=config.adapter_memory), observer)
         if public:
@@ -147,20 +127,15 @@ class SpanService:
         for parts in public:
             adapters.add_public(model.adapted.prepare(parts))
         dtype = dtype_name(config.dtype)
-        observer.span_loaded(checkpoint.name, checkpoint.revision, dtype, config.quantization, span, measured.decode)
+        observer.span_loaded(checkpoint.name, checkpoint.revision, dtype, config.quantization, span, throughput.decode)
         slot_bytes = checkpoint.structure.cached_values_per_token * config.dtype.itemsize
         limits = RequestLimits(memory=config.request_memory, slot_bytes=slot_bytes)
         logger.info("Requests: %s of memory for those on their way", format_bytes(config.request_memory))
         handler = MessageHandler(
             network, model, checkpoint.revision, sessions, engine, limits, adapters=adapters, observer=observer
         )
-        reporter = FlashReporter(model, observer, calibration)
-        return cls(span, model, sessions, handler, engine, adapters, measured, calibration, load_seconds, reporter)
-
-    @property
-    def throughput(self) -> Throughput:
-        """What to announce."""
-        return self.measured if self.calibration is None else self.calibration.throughput
+        reporter = FlashReporter(model, observer)
+        return cls(span, model, sessions, handler, engine, adapters, throughput, load_seconds, reporter)
 
     @property
     def sparse(self) -> bool:
@@ -235,17 +210,12 @@ def _make_engine(
     throughput: Throughput,
     compute_thread: ComputeThread,
     observer: ServerObserver,
-    calibration: FlashCalibration | None,
 ) -> Engine:
     if model.flash is None:
         budget = token_budget(throughput.forward / model.span.length)
         return Engine(compute_thread, budget, observer)
-    tokens, on_iteration = FLASH_ITERATION_TOKENS, None
-    if calibration is not None:
-        tokens = max(MIN_ITERATION_TOKENS, calibration.costs.token_budget(MAX_ITERATION_S, MAX_ITERATION_TOKENS))
-        on_iteration = calibration.on_iteration
     # The network loop never waits for a drive.
-    return Engine(compute_thread, tokens, observer, inline=False, on_iteration=on_iteration)
+    return Engine(compute_thread, FLASH_ITERATION_TOKENS, observer, inline=False)
 
 
 async def _load_model(config: ResolvedConfig, span: Span, compute_thread: ComputeThread) -> SpanModel:

@@ -60,11 +60,3 @@ def test_what_cannot_go_together_reads_as_much_as_was_measured():
     planted = PlantedNeurons.like(Measured("impossible", 0.06, 0.12, 5, 0.13, 0.02))
     assert planted.newly(5) == pytest.approx(0.02, rel=1e-3)
     assert planted.needed(5) == pytest.approx(0.205, rel=0.01)
-
-
-def test_the_cost_model_takes_the_same_shares():
-    sparsity = PlantedNeurons.like(PAPER).sparsity((1, 2))
-    assert sparsity.newly_read(5) == pytest.approx(0.024, rel=1e-3)
-    # Neurons that are needed often stay, which reads less than keeping those of the last tokens.
-    assert 0.5 * 0.024 < sparsity.read(sparsity.needed(5)) < 0.024
-    assert sparsity.read(0.3) < sparsity.read(0.3, sessions=2) < 2.2 * sparsity.read(0.3)

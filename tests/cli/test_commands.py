@@ -14,7 +14,7 @@ from swarm.common.version import VERSION
 OPTIONS = {
     "server": {
         "model", "--revision", "--blocks", "--initial-peers", "--membership", "--new-swarm", "--host-maddrs",
-        "--announce-maddrs", "--relay", "--identity-path", "--device", "--dtype", "--quant", "--flash", "--flash-io",
+        "--announce-maddrs", "--relay", "--identity-path", "--device", "--dtype", "--quant", "--flash",
         "--flash-exact", "--exits", "--exits-from", "--throughput", "--name", "--cache-tokens", "--cache-dir",
         "--update-period", "--adapters", "--adapter-memory", "--request-memory",
         "--threads", "--stay", "--metrics", "--weights-from", "--digests",

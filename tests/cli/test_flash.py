@@ -15,10 +15,10 @@ from click.testing import CliRunner, Result
 
 from swarm.cli.__main__ import main
 from swarm.models.checkpoints.checkpoint import DEMO_FOLDER, open_checkpoint
+from swarm.models.flash.block_plan import RecordKind
 from swarm.models.flash.files.block_files import PackedModel, flash_root
 from swarm.models.flash.files.manifest import FORMAT_VERSION
-from swarm.models.flash.plans.block_choice import plan_block
-from swarm.models.flash.plans.block_plan import RecordKind
+from swarm.models.flash.planned_blocks import plan_block
 from tests import zoo
 from tests.models.flash.files.preparations import open_packed
 
@@ -239,9 +239,9 @@ def test_what_cannot_be_done_exits_with_2_and_one_line(cache, arguments, says):
 
 
 def test_a_full_drive_is_refused_in_one_line(cache, mixtral, monkeypatch):
-    from swarm.models.flash.files import drive_space
+    from swarm.models.flash.files import preparation
 
-    monkeypatch.setattr(drive_space, "SPARE_BYTES", 1 << 60)
+    monkeypatch.setattr(preparation, "SPARE_BYTES", 1 << 60)
     result = run(cache, "prepare", mixtral)
     assert result.exit_code == 2
     assert result.stderr.count("\n") == 1

@@ -110,16 +110,12 @@ def test_blocks_on_flash(counted: Counted) -> None:
     second = FlashUse(5000, 12, 1.5, 30, 20, 60, 200, 9, 2, 8, 6)
     counted.metrics.flash_used(first)
     counted.metrics.flash_used(second.since(first))
-    counted.metrics.flash_predicted(3.5)
     for name, total in {
         "read_bytes": 5000, "reads": 12, "wait_seconds": 1.5, "needed_records": 30, "hit_records": 20,
         "selected_neurons": 60, "selectable_neurons": 200, "sampled_active_neurons": 9, "sampled_missed_neurons": 2,
         "ahead_records": 8, "ahead_hit_records": 6,
     }.items():  # fmt: skip
         assert counted.value(f"flash_{name}_total") == total
-    assert counted.value("flash_predicted_tokens_per_second") == 3.5
-    counted.metrics.throughput_corrected(17.0)
-    assert counted.value("throughput_blocks_per_second") == 17.0
 
 
 def test_errors_by_type(counted: Counted) -> None:

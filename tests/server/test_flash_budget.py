@@ -13,14 +13,12 @@ from hypothesis import strategies as st
 from swarm.data_structures import Span
 from swarm.errors import InvalidOption, NotEnoughMemory, NotEnoughSpace
 from swarm.models.checkpoints.checkpoint import open_checkpoint
+from swarm.models.flash.block_plan import BlockPlan, RecordKind
 from swarm.models.flash.files.block_files import PackedModel
-from swarm.models.flash.files.drive_space import SPARE_BYTES
-from swarm.models.flash.files.planned_blocks import PlannedBlock, plan_span
-from swarm.models.flash.flash_footprint import FlashFootprint, flash_footprint
-from swarm.models.flash.plans.block_choice import BlockPlanner
-from swarm.models.flash.plans.block_plan import BlockPlan, RecordKind
-from swarm.models.flash.records.record_layout import RecordLayout
-from swarm.server.flash_budget import FlashBudget, FlashOption, wants_flash
+from swarm.models.flash.files.preparation import SPARE_BYTES
+from swarm.models.flash.planned_blocks import BlockPlanner, PlannedBlock, plan_span
+from swarm.models.flash.records import RecordLayout
+from swarm.server.flash_budget import FlashBudget, FlashFootprint, FlashOption, flash_footprint, wants_flash
 from tests import zoo
 from tests.models.flash.files.preparations import set_free_space
 
@@ -52,11 +50,8 @@ def test_the_option_is_read(text, option):
     assert FlashOption.parse(text) == option
 
 
-@pytest.mark.parametrize("text", ["", "on", "8", "8 GBit", "-1GB", "auto 8GB"])
+@pytest.mark.parametrize("text", ["", "8 GBit", "-1GB"])
 def test_other_options_are_refused(text):
-    if text == "8":
-        assert FlashOption.parse(text).memory == 8  # bytes
-        return
     with pytest.raises(InvalidOption, match="--flash"):
         FlashOption.parse(text)
 
@@ -144,9 +139,6 @@ def test_a_footprint_needs_no_weights(family, exact, sparse, tmp_path):
     found = flash_footprint(checkpoint, torch.float32, planned)
     assert len(found.blocks) == zoo.BLOCKS
     assert found.sparse(0, zoo.BLOCKS) is sparse
-    whole = 4 * sum(checkpoint.structure.block_parameters)
-    padded = 16 if sparse else 2  # a neuron of this model has 256 bytes, and takes 4096
-    assert whole <= found.drive_bytes(0, zoo.BLOCKS) < padded * whole
     assert found.least_bytes(0, zoo.BLOCKS) < found.worthwhile_bytes(0, zoo.BLOCKS)
 
 

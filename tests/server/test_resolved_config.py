@@ -15,8 +15,8 @@ from swarm.errors import AdapterError, AdapterMismatch, InvalidOption, InvalidSp
 from swarm.models.checkpoints.checkpoint import open_checkpoint
 from swarm.models.exits.model_head import head_bytes, head_loading_bytes
 from swarm.models.exits.trained_exits import BaseModel, ExitLens, TrainedExits
-from swarm.models.flash.files import planned_blocks
-from swarm.models.flash.plans.block_plan import RecordKind
+from swarm.models.flash import planned_blocks
+from swarm.models.flash.block_plan import RecordKind
 from swarm.models.loading.flash_loading import load_flash_span
 from swarm.server import memory_budget, resolved_config
 from swarm.server.config import BlocksOption, ExitsOption, ServerConfig

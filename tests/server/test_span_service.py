@@ -24,15 +24,13 @@ from swarm.models.exits.model_head import ModelHead, head_bytes
 from swarm.models.exits.trained_exits import BaseModel, ExitClassifier, ExitLens, StoredExits, TrainedExits
 from swarm.models.flash.files.block_files import PackedModel
 from swarm.models.flash.files.inventory import remove_stored, stored_models
-from swarm.models.flash.flash_footprint import flash_footprint
-from swarm.models.flash.reading.record_reader import FlashIo
 from swarm.models.loading.flash_preparation import plan_for_flash
 from swarm.models.loading.span_loading import load_span
 from swarm.protocol.adapter_encoding import pack_adapters
 from swarm.server import span_service as span_service_module
 from swarm.server.compute.compute_thread import ComputeThread
 from swarm.server.config import ExitsOption, ServerConfig
-from swarm.server.flash_budget import FlashBudget
+from swarm.server.flash_budget import FlashBudget, flash_footprint
 from swarm.server.lifecycle import Server
 from swarm.server.memory_budget import MemoryBudget
 from swarm.server.resolved_config import ResolvedConfig
@@ -213,9 +211,7 @@ class Counting(ServerObserver):
 def test_blocks_on_flash_are_counted_and_let_go_of_when_the_server_leaves(checkpoint, tmp_path):
     planned = plan_for_flash(checkpoint, Span(0, zoo.BLOCKS), torch.float32, tmp_path, exact=False)
     footprint = flash_footprint(checkpoint, torch.float32, planned)
-    flash = FlashBudget(
-        footprint, 10**9, 64, 70_000, PackedModel.of(checkpoint, torch.float32, tmp_path), FlashIo.CACHED
-    )
+    flash = FlashBudget(footprint, 10**9, 64, 70_000, PackedModel.of(checkpoint, torch.float32, tmp_path))
     config = ResolvedConfig(
         options=ServerConfig(throughput=ThroughputOption(100.0)),
         checkpoint=checkpoint,

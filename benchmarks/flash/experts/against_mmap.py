@@ -16,18 +16,10 @@ from benchmarks.common.tables import spread, table, times
 from benchmarks.flash.experts.ballast import MIN_AVAILABLE_BYTES, Ballast, available_bytes
 from benchmarks.flash.experts.blocks import QWEN3, MoeBlocks, MoeShape, write_files
 from benchmarks.flash.experts.cache import load_trace
-from benchmarks.flash.steps import drive_speed
-from swarm.models.flash.costs.compute_speed import expert_speed, resident_speed
-from swarm.models.flash.costs.cost_model import ExpertCosts, FlashCostModel, MachineSpeed
+from benchmarks.flash.experts.routing_trace import Trace, fewest_reads, overlap, reads
 from swarm.models.flash.experts.expert_pool import ExpertPool
-from swarm.models.flash.experts.routing_trace import Trace, fewest_reads, overlap, reads
-from swarm.models.flash.reading.drive_speed import DriveSpeed
-from swarm.models.flash.reading.flash_store import FlashStore
-from swarm.models.flash.reading.record_reader import FlashIo
-from swarm.models.flash.records.record_layout import RecordLayout
-from swarm.models.flash.records.weight_store import MemoryStore
-from swarm.models.flash.sparsity import Sparsity
-from swarm.models.flash.stay_priority import DecayedFrequency, LeastRecentlyUsed, TwoSpeedFrequency
+from swarm.models.flash.reading import FlashStore
+from swarm.models.flash.stay_priority import DecayedFrequency, LeastRecentlyUsed
 
 RESIDENT_SHARE = 0.25
 WARM_UP_TOKENS = 48
@@ -35,7 +27,7 @@ FLASH_TOKENS, MAPPED_TOKENS = 24, 12
 """Tokens of a round."""
 
 DTYPE = torch.bfloat16
-HEADING = ("experts", "tokens/s", "times mmap", "GB a token", "hits", "predicted tokens/s", "predicted / measured")
+HEADING = ("experts", "tokens/s", "times mmap", "GB a token", "hits")
 
 
 @dataclass
@@ -81,30 +73,25 @@ class Result:
     flash: Span
     mapped: Span
     pool: ExpertPool
-    predicted: list[float]
     room: int
     least: int
     policies: dict[str, int]
     kept: float
 
 
-def measure(folder: Path, count: int, io: FlashIo, rounds: int, squeeze: bool) -> Result:
+def measure(folder: Path, count: int, rounds: int, squeeze: bool) -> Result:
     """Measure both spans, which take turns."""
     trace = load_trace()[:, :count]
     flash, mapped = new_span(QWEN3, trace), new_span(QWEN3, trace)
     layout = flash.blocks.layout
     paths = write_files(folder, layout, count)
     budget = int(RESIDENT_SHARE * count * layout.file_bytes)
-    pool = flash.blocks.attach_flash([FlashStore.open(path, layout, io) for path in paths], budget)
+    pool = flash.blocks.attach_flash([FlashStore.open(path, layout) for path in paths], budget)
     mapped.blocks.attach_mapped(paths)
     flash.seconds(WARM_UP_TOKENS)
-    predicted: list[float] = []
 
     def take_turns() -> None:
         for _ in range(rounds):
-            predicted.append(
-                prediction(flash, pool, machine_speed(drive_speed(paths[0], io, layout.stride), layout), count)
-            )
             flash.rates.append(FLASH_TOKENS / flash.seconds(FLASH_TOKENS))
             mapped.rates.append(MAPPED_TOKENS / mapped.seconds(MAPPED_TOKENS))
 
@@ -119,48 +106,13 @@ def measure(folder: Path, count: int, io: FlashIo, rounds: int, squeeze: bool) -
     trace, slots = trace[: flash.position], pool.cache.slots
     rules = {
         "least recently used": LeastRecentlyUsed,
-        "decayed frequency": DecayedFrequency,
-        "two speeds, as served": TwoSpeedFrequency,
+        "decayed frequency, as served": DecayedFrequency,
     }
     policies = {
         name: int(reads(trace, slots, rule(count, layout.count)).sum()) * layout.stride for name, rule in rules.items()
     }
     least = int(fewest_reads(trace, slots).sum()) * layout.stride
-    return Result(flash, mapped, pool, predicted, room, least, policies, overlap(trace))
-
-
-def machine_speed(speed: DriveSpeed, layout: RecordLayout) -> MachineSpeed:
-    """Measure what the cost model needs to know of this machine."""
-    return MachineSpeed(
-        drive=speed,
-        resident=resident_speed(QWEN3.hidden, DTYPE),
-        records=expert_speed(layout),
-        block_s=block_seconds(),
-    )
-
-
-def block_seconds() -> float:
-    """What a block costs beyond its weights: the time of one with as many experts and next to no weights."""
-    shape = MoeShape(hidden=64, intermediate=32)
-    tiny = new_span(shape, load_trace()[:, :1])
-    layout = tiny.blocks.layout
-    tensors = {part.tensor: torch.zeros(layout.count, *part.shape, dtype=DTYPE) for part in layout.fields}
-    tiny.blocks.attach_flash([MemoryStore(layout, tensors)], layout.file_bytes)
-    tiny.seconds(WARM_UP_TOKENS)
-    return min(tiny.seconds(FLASH_TOKENS) / FLASH_TOKENS for _ in range(3))
-
-
-def prediction(flash: Span, pool: ExpertPool, machine: MachineSpeed, count: int) -> float:
-    """Tokens a second by the cost model, which knows what share of experts the last tokens found in memory."""
-    layout, slots = flash.blocks.layout, pool.cache.slots / count
-    trace = load_trace()[: flash.position, :count]
-    missed = reads(trace, pool.cache.slots, TwoSpeedFrequency(count, layout.count))
-    late = missed[len(missed) // 2 :]
-    share = 1 - late.mean() / (count * QWEN3.experts_a_token)
-    resident = QWEN3.resident_values * DTYPE.itemsize
-    needed = Sparsity((QWEN3.experts_a_token / QWEN3.experts,))
-    block = ExpertCosts(resident, layout.stride, layout.count, needed, round(slots), ((0.0, share),))
-    return FlashCostModel(machine, [block] * count).tokens_per_second()
+    return Result(flash, mapped, pool, room, least, policies, overlap(trace))
 
 
 def report(found: Result) -> str:
@@ -175,10 +127,8 @@ def report(found: Result) -> str:
             times(flash.rates, mapped.rates),
             f"{size / tokens / 1e9:.2f}",
             f"{hits:.2f}",
-            spread(found.predicted),
-            times(found.predicted, flash.rates),
         ],
-        [f"mmap, page cache up to {found.room / 1e9:.1f} GB", spread(mapped.rates), "1", "", "", "", ""],
+        [f"mmap, page cache up to {found.room / 1e9:.1f} GB", spread(mapped.rates), "1", "", ""],
     ]
     read = ", ".join(f"{name} {size / found.least:.2f}" for name, size in found.policies.items())
     return table(HEADING, rows) + (

@@ -17,16 +17,13 @@ from torch import nn
 from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeDecoderLayer, Qwen3MoeRotaryEmbedding
 
+from benchmarks.flash.experts.routing_trace import Trace
 from benchmarks.flash.files import SCALE, write_random
+from swarm.models.flash.block_plan import BlockPlan, FlashBlock, take_out
 from swarm.models.flash.experts.attach import attach
 from swarm.models.flash.experts.expert_pool import ExpertPool
 from swarm.models.flash.experts.expert_site import EXPERTS, find_experts
-from swarm.models.flash.experts.routing_trace import Trace
-from swarm.models.flash.flash_block import FlashBlock
-from swarm.models.flash.plans.block_plan import BlockPlan, take_out
-from swarm.models.flash.records.record_buffer import RecordBuffer
-from swarm.models.flash.records.record_layout import RecordLayout
-from swarm.models.flash.records.weight_store import WeightStore
+from swarm.models.flash.records import RecordBuffer, RecordLayout, WeightStore
 from swarm.models.weights.frozen_linear import prepack
 
 

@@ -14,8 +14,8 @@ import numpy as np
 
 from benchmarks.common.machine import describe
 from benchmarks.common.tables import table
-from swarm.models.flash.experts.routing_trace import Trace, fewest_reads, overlap, reads
-from swarm.models.flash.stay_priority import DecayedFrequency, LeastRecentlyUsed, TwoSpeedFrequency
+from benchmarks.flash.experts.routing_trace import Trace, fewest_reads, overlap, reads
+from swarm.models.flash.stay_priority import DecayedFrequency, LeastRecentlyUsed
 
 TRACE = Path(__file__).with_name("trace.npz")
 SHARES = (0.125, 0.25, 0.5, 0.75)
@@ -43,7 +43,6 @@ def measure(trace_TBK: Trace, experts: int, share: float) -> list[str]:
             f"frequency {half_life:.0f}": reads(trace_TBK, slots, DecayedFrequency(blocks, experts, half_life))
             for half_life in HALF_LIVES
         },
-        "two speeds": reads(trace_TBK, slots, TwoSpeedFrequency(blocks, experts)),
     }
     needed = trace_TBK[WARM_UP_TOKENS:].size
     best = fewest_reads(trace_TBK, slots)[WARM_UP_TOKENS:].sum()

@@ -73,9 +73,7 @@ def layers_table(result: Result) -> str:
 
 def sharing_table(result: Result) -> str:
     """What tokens need together: of one sequence one after the other, and of several sequences at once."""
-    tokens = [[f"{count} of one sequence", f"{result.sparsity.tokens[count - 1]:.1%}"] for count in (1, 2, 4, 5, 8, 16)]
-    sessions = [[f"1 of each of {count}", f"{share:.1%}"] for count, share in sorted(result.sparsity.sessions.items())]
-    return table(["tokens", "selected together"], tokens + sessions)
+    return table(["tokens", "selected together"], [[name, f"{share:.1%}"] for name, share in result.together.items()])
 
 
 def picture(results: dict[str, list[Result]], path: Path) -> None:

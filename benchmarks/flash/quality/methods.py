@@ -11,33 +11,34 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.functional import cross_entropy
+from torch.nn import functional
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from benchmarks.flash.memory_store import MemoryStore
 from scripts.train_demo_model import HELD_OUT, clean
 from swarm.models.cutting import cut_layers
+from swarm.models.flash.block_plan import BlockPlan, take_out
 from swarm.models.flash.neurons.feed_forward_site import ACTIVATION, entry_role, find_sparse_feed_forward
-from swarm.models.flash.neurons.predictor import ActivationPredictor, LowRankPredictor, NeuronPredictor
+from swarm.models.flash.neurons.predictor import LowRankPredictor, NeuronPredictor
 from swarm.models.flash.neurons.predictor_training import (
     RECALL,
     DenseFeedForward,
     TrainingOptions,
     energy,
     make_predictor,
-    measured_sparsity,
     svd_predictor,
     threshold_for,
     trained_predictor,
 )
 from swarm.models.flash.neurons.sparse_feed_forward import SpanShared, SparseOptions, attach
-from swarm.models.flash.plans.block_plan import BlockPlan, take_out
-from swarm.models.flash.records.weight_store import MemoryStore
-from swarm.models.flash.sparsity import Sparsity
 
 WINDOW = 256
 TRAINING_WINDOWS, CALIBRATION_WINDOWS = 24, 8
 RECALLS = (0.95, 0.98, 0.99, 0.995, 0.998, 0.999)
 RANKS = (16, 32, 64)
+
+TOKENS, SESSIONS = (1, 2, 4, 5, 8, 16), (2, 4, 8)
+"""Tokens of one sequence, and sequences with one token each, of which it is told what they need together."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,30 @@ class Oracle:
 
     def select(self, hidden_TH: torch.Tensor) -> torch.Tensor:
         return self._dense.contributions(hidden_TH) > self._threshold
+
+
+class ActivationPredictor:
+    """Computes the activation itself, from all gates (or up projections) in memory: nothing is missed or read in vain.
+
+    With a gate, this is the paper's alternative for Llama 2 (appendix C.5): exact, for the memory of all gates. Without
+    one it is the oracle that predictors are compared with.
+
+    Args:
+        weight: of the gate or up projection, `[neurons, hidden]`.
+        bias: `[neurons]`, or None.
+        activation: of the layer.
+    """
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, activation: nn.Module) -> None:
+        self._weight, self._bias, self._activation = weight, bias, activation
+
+    @property
+    def memory_bytes(self) -> int:
+        return self._weight.nbytes
+
+    def select(self, hidden_TH: torch.Tensor) -> torch.Tensor:
+        selected: torch.Tensor = self._activation(functional.linear(hidden_TH, self._weight, self._bias)) != 0
+        return selected
 
 
 class Observed:
@@ -122,13 +147,18 @@ class Figures:
 
 @dataclass(frozen=True)
 class Result:
-    """Of a method and a target for recall; `ratio` is the perplexity beside the exact one."""
+    """Of a method and a target for recall.
+
+    Attributes:
+        ratio: the perplexity beside the exact one.
+        together: the shares of neurons that several tokens need.
+    """
 
     method: str
     target: float
     ratio: float
     layers: tuple[Figures, ...]
-    sparsity: Sparsity
+    together: dict[str, float]
     memory_share: float
 
     def mean(self, name: str) -> float:
@@ -164,18 +194,19 @@ class Subject:
         nats = 0.0
         for ids in self.held_out.split(4):
             logits = self.model(input_ids=ids[:, :-1], use_cache=False).logits
-            nats += cross_entropy(logits.flatten(0, 1).float(), ids[:, 1:].flatten(), reduction="sum").item()
+            nats += functional.cross_entropy(logits.flatten(0, 1).float(), ids[:, 1:].flatten(), reduction="sum").item()
         return math.exp(nats / self.held_out[:, 1:].numel())
 
     def measure(self, method: str, target: float, predictors: Sequence[NeuronPredictor]) -> Result:
         observed = [Observed(one, layer.dense) for one, layer in zip(predictors, self.layers, strict=True)]
         with computed_with(self.layers, observed):
             perplexity = self.perplexity()
-        by_layer = [measured_sparsity(sequences_of(one, len(self.held_out))) for one in observed]
+        by_layer = [needed_together(sequences_of(one, len(self.held_out))) for one in observed]
+        together = {name: sum(one[name] for one in by_layer) / len(by_layer) for name in by_layer[0]}
         weights = sum(layer.dense.record_values * len(layer.dense.weight) for layer in self.layers)
         memory = sum(one.memory_bytes for one in predictors) / (4 * weights)
         layers = tuple(one.figures() for one in observed)
-        return Result(method, target, perplexity / self.exact, layers, _mean_sparsity(by_layer), memory)
+        return Result(method, target, perplexity / self.exact, layers, together, memory)
 
     def _inputs(self, blocks: Any, plans: Any, windows: torch.Tensor) -> list[torch.Tensor]:
         """What each feed-forward layer receives, `[windows, tokens, hidden]`."""
@@ -241,10 +272,17 @@ def sequences_of(observed: Observed, count: int) -> torch.Tensor:
     return torch.cat(observed.selected).unflatten(0, (count, -1))
 
 
-def _mean_sparsity(layers: Sequence[Sparsity]) -> Sparsity:
-    tokens = tuple(sum(shares) / len(layers) for shares in zip(*(one.tokens for one in layers), strict=True))
-    counts = layers[0].sessions
-    return Sparsity(tokens, {count: sum(one.sessions[count] for one in layers) / len(layers) for count in counts})
+def needed_together(selected_RTN: torch.Tensor) -> dict[str, float]:
+    """The shares of neurons that tokens of one sequence need together, and tokens of several sequences."""
+    found = {}
+    for count in TOKENS:
+        union_RTN = selected_RTN.unfold(1, count, 1).any(-1)
+        found[f"{count} of one sequence"] = union_RTN.float().mean().item()
+    for count in SESSIONS:
+        if count <= len(selected_RTN):
+            groups = selected_RTN[: len(selected_RTN) // count * count].unflatten(0, (-1, count))
+            found[f"1 of each of {count}"] = groups.any(1).float().mean().item()
+    return found
 
 
 # Methods

@@ -15,9 +15,8 @@ import torch
 from benchmarks.common.tables import table
 from benchmarks.flash.quality.methods import Observed, Subject, computed_with, sequences_of
 from swarm.models.flash.memory_shares import NeuronNeed, divide_neurons, equal_shares
-from swarm.models.flash.neurons.predictor_training import make_predictor
-from swarm.models.flash.neurons.selection_trace import WARM_UP_SHARE, fewest_reads, reads
-from swarm.models.flash.sparsity import Sparsity
+from swarm.models.flash.neurons.predictor import Sparsity
+from swarm.models.flash.neurons.predictor_training import WARM_UP_SHARE, make_predictor, neurons_read
 
 SHARES = (0.25, 0.5)
 SESSIONS = (1, 4)
@@ -61,9 +60,9 @@ def rows(traces: Sequence[np.ndarray], sparsities: Sequence[Sparsity]) -> list[l
             least = _mean(fewest_reads, ordered, equal)
             shares = [
                 least,
-                _mean(lambda trace, slots: reads(trace, slots, len(trace)), ordered, equal),
-                _mean(reads, ordered, equal),
-                _mean(reads, ordered, divided),
+                _mean(lambda trace, slots: neurons_read(trace, slots, len(trace)), ordered, equal),
+                _mean(neurons_read, ordered, equal),
+                _mean(neurons_read, ordered, divided),
             ]
             cells = [f"{one / neurons:.2%} ({one / least:.2f})" for one in shares]
             found.append([f"{share:.0%}", str(sessions), *cells, f"{expected:.2%}" if sessions == 1 else ""])
@@ -83,3 +82,25 @@ def _mean(rule: Callable[[np.ndarray, int], np.ndarray], traces: Sequence[np.nda
         float(rule(trace, room)[int(WARM_UP_SHARE * len(trace)) :].mean())
         for trace, room in zip(traces, slots, strict=True)
     )
+
+
+def fewest_reads(trace_FN: np.ndarray, slots: int) -> np.ndarray:
+    """Number of neurons that the best possible window reads for each forward, `[forwards]`: Belady's optimum.
+
+    Among those that the forward does not need, the ones that are needed again last make room. Where a forward needs
+    more than there is room for, the rest is read and leaves at once.
+    """
+    forwards, neurons = trace_FN.shape
+    next_use_FN = np.full((forwards + 1, neurons), forwards, dtype=np.int32)
+    for number in range(forwards - 1, -1, -1):
+        next_use_FN[number] = np.where(trace_FN[number], number, next_use_FN[number + 1])
+    counts = np.zeros(forwards, dtype=np.int64)
+    held_N = np.zeros(neurons, dtype=bool)
+    for number, needed_N in enumerate(trace_FN):
+        counts[number] = (needed_N & ~held_N).sum()
+        candidates = np.flatnonzero(needed_N | held_N)
+        later = next_use_FN[number + 1, candidates]
+        stays = candidates[np.lexsort((later, ~needed_N[candidates]))][:slots]
+        held_N[:] = False
+        held_N[stays] = True
+    return counts

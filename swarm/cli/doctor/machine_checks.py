@@ -18,9 +18,6 @@ from swarm.common.files.folders import nearest_folder
 from swarm.common.version import VERSION
 from swarm.errors import DriveFailed, InvalidOption, NotEnoughMemory, NotEnoughSpace, SwarmError
 
-SMALL_READ_BYTES = 16 << 10
-"""About a neuron of a model of 4096 hidden values, in 16 bits."""
-
 TRIED_HIDDEN, TRIED_BLOCKS = 1024, 4
 """Size of the blocks with which a GPU is tried: 100 MB in all."""
 
@@ -158,8 +155,8 @@ def check_disk(cache_dir: Path | None) -> Finding:
 
 def check_drive(cache_dir: Path | None) -> Finding:
     """Measure the drive on which packed files of weights would lie, with a scratch file."""
+    from swarm.models.flash.drive_measurement import measure_folder
     from swarm.models.flash.files.block_files import flash_root
-    from swarm.models.flash.reading.drive_measurement import measure_folder
 
     folder = nearest_folder(flash_root(cache_dir))
     try:
@@ -168,5 +165,4 @@ def check_drive(cache_dir: Path | None) -> Finding:
         return verdicts.failure("Drive", str(error), "give a folder on another drive: --cache-dir FOLDER")
     except (OSError, NotEnoughSpace) as error:
         return verdicts.unknown("Drive", f"not measured: {error}")
-    small, large = speed.bytes_per_second(SMALL_READ_BYTES), speed.bytes_per_second(speed.read_bytes[-1])
-    return verdicts.drive(str(folder), speed.io, small, large)
+    return verdicts.drive(str(folder), speed.direct, speed.small, speed.large)

@@ -185,15 +185,16 @@ def disk(folder: str, free: int, writable: bool) -> Finding:
     return ok(check, found)
 
 
-def drive(folder: str, io: str, small: float, large: float) -> Finding:
+def drive(folder: str, direct: bool, small: float, large: float) -> Finding:
     """Judge the drive on which packed files would lie. A slow one keeps no machine from joining a swarm.
 
     Args:
-        io: how it was read, "direct" or "cached".
+        direct: whether it was read past the page cache.
         small: bytes/s of random reads of a few KB, about a neuron each.
         large: bytes/s of random reads of a MB.
     """
-    said = f"reads {format_bytes(large)}/s in large pieces, {format_bytes(small)}/s in small ones ({io}), in {folder}"
+    how = "direct" if direct else "cached"
+    said = f"reads {format_bytes(large)}/s in large pieces, {format_bytes(small)}/s in small ones ({how}), in {folder}"
     return ok("Drive", said if large >= MIN_FLASH_BYTES_PER_S else f"{said}: too slow for weights on flash (--flash)")
 
 

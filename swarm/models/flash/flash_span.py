@@ -1,4 +1,4 @@
-"""What of a span is on flash: what reads it, what that costs in memory, and what was read."""
+"""A span whose blocks compute from records, each kind in its way, within one budget of memory."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 
 from swarm.data_structures import FlashUse
-from swarm.models.flash.costs.cost_model import ReadingSpeed
+from swarm.models.flash.block_plan import FlashBlock, RecordKind
+from swarm.models.flash.experts import attach as experts
 from swarm.models.flash.experts.expert_pool import ExpertPool
-from swarm.models.flash.flash_block import FlashBlock
-from swarm.models.flash.neurons.exact_pass import SlabMemory
-from swarm.models.flash.neurons.sparse_feed_forward import SpanShared, SparseFeedForward
-from swarm.models.flash.streaming.block_stream import BlockStream
+from swarm.models.flash.memory_shares import NeuronNeed, divide_neurons, memory_needs, share_memory, slab_bytes
+from swarm.models.flash.neurons import sparse_feed_forward
+from swarm.models.flash.neurons.active_window import ForwardTokens
+from swarm.models.flash.neurons.sparse_feed_forward import SlabMemory, SpanShared, SparseFeedForward, SparseOptions
+from swarm.models.flash.streaming import BlockStream
 
 
 @dataclass(frozen=True)
@@ -22,25 +24,21 @@ class FlashSpan:
     Attributes:
         weight_bytes: memory that all weights of the span take, buffers for records included.
         blocks: in the order of the span.
-        resident_bytes: of each block, the weights that always stay in memory.
         stream: the blocks that are read whole; None if there are none.
         pools: experts in memory, one for each layout.
         neurons: feed-forward layers that select neurons.
         shared: what these have in common.
         perplexity_loss: how much selecting neurons raises the perplexity, as a share; None if it was not measured.
-        drive: how fast the packed files are read; None if it was not measured.
         files: what lets go of the packed files.
     """
 
     weight_bytes: int
     blocks: Sequence[FlashBlock]
-    resident_bytes: Sequence[int]
     stream: BlockStream | None = None
     pools: Sequence[ExpertPool] = ()
     neurons: Sequence[SparseFeedForward] = ()
     shared: SpanShared = field(default_factory=lambda: SpanShared(SlabMemory(0)))
     perplexity_loss: float | None = None
-    drive: ReadingSpeed | None = None
     files: ExitStack = field(default_factory=ExitStack)
 
     @property
@@ -94,3 +92,55 @@ class FlashSpan:
     def close(self) -> None:
         """Let go of the files. The blocks cannot be computed any more."""
         self.files.close()
+
+
+def attach_blocks(blocks: Sequence[FlashBlock], memory: int, resident_bytes: int) -> FlashSpan:
+    """Put modules that compute from records into the blocks of a span.
+
+    Args:
+        blocks: in the order of the span.
+        memory: bytes for all weights of the span.
+        resident_bytes: of the weights that always stay in memory.
+
+    Raises:
+        NotEnoughMemory: the blocks cannot be computed within `memory`.
+        DriveFailed: what has to be in memory cannot be read.
+    """
+    by_kind: dict[RecordKind, list[FlashBlock]] = {}
+    for one in blocks:
+        by_kind.setdefault(one.plan.kind, []).append(one)
+    needs = memory_needs([(one.plan.kind, one.store.layout) for one in blocks])
+    shares = share_memory(memory - resident_bytes, needs)
+    streamed = by_kind.get(RecordKind.BLOCK)
+    stream = BlockStream(streamed, shares[RecordKind.BLOCK]) if streamed else None
+    pools = []
+    if RecordKind.EXPERTS in by_kind:
+        pools = experts.attach(by_kind[RecordKind.EXPERTS], shares[RecordKind.EXPERTS])
+    layers: list[SparseFeedForward] = []
+    shared = SpanShared(SlabMemory(0), ForwardTokens())
+    if RecordKind.NEURONS in by_kind:
+        sparse = by_kind[RecordKind.NEURONS]
+        shared = SpanShared(SlabMemory(slab_bytes([one.store.layout for one in sparse])), ForwardTokens())
+        layers = _attach_neurons(sparse, shares[RecordKind.NEURONS], shared)
+    taken = (stream.memory_bytes if stream is not None else 0) + sum(pool.buffer.nbytes for pool in pools)
+    taken += shared.slabs.nbytes + sum(layer.memory_bytes for layer in layers)
+    return FlashSpan(resident_bytes + taken, blocks, stream, pools, layers, shared)
+
+
+def _attach_neurons(blocks: Sequence[FlashBlock], memory: int, shared: SpanShared) -> list[SparseFeedForward]:
+    """Sparse layers, with memory for neurons where it saves most reads."""
+    calibrated = [one.predictor for one in blocks if one.predictor is not None]
+    assert len(calibrated) == len(blocks)
+    predictors = [found.predictor.to(one.store.layout.dtype) for found, one in zip(calibrated, blocks, strict=True)]
+    left = memory - shared.slabs.nbytes - sum(predictor.memory_bytes for predictor in predictors)
+    layouts = [one.store.layout for one in blocks]
+    needs = [
+        NeuronNeed(layout.count, layout.stride, found.sparsity)
+        for layout, found in zip(layouts, calibrated, strict=True)
+    ]
+    return [
+        sparse_feed_forward.attach(
+            one.block, one.plan, one.taken, one.resident, predictor, one.store, SparseOptions(slots), shared
+        )
+        for one, predictor, slots in zip(blocks, predictors, divide_neurons(left, needs), strict=True)
+    ]

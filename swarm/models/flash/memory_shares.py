@@ -1,4 +1,4 @@
-"""How the memory for records is divided among the kinds of records of a span, and among its sparse layers. Pure."""
+"""How memory is divided among the kinds of records of a span, its streamed blocks and its sparse layers. Pure."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ from itertools import pairwise
 
 from swarm.common.units import format_bytes
 from swarm.errors import NotEnoughMemory
+from swarm.models.flash.block_plan import RecordKind
 from swarm.models.flash.experts.attach import MIN_SLOTS
-from swarm.models.flash.neurons.exact_pass import SLAB_BYTES
-from swarm.models.flash.plans.block_plan import RecordKind
-from swarm.models.flash.records.record_layout import RecordLayout
-from swarm.models.flash.sparsity import Sparsity
-from swarm.models.flash.streaming.residency import needed_bytes
+from swarm.models.flash.neurons.predictor import Sparsity
+from swarm.models.flash.neurons.sparse_feed_forward import SLAB_BYTES
+from swarm.models.flash.records import RecordLayout
 
 MIN_NEURON_SHARE = 1 / 16
 """Share of the neurons that memory has room for at least. Tokens need about as many, so with less room some are read
@@ -124,7 +123,7 @@ class NeuronNeed:
     @property
     def least(self) -> int:
         """Neurons that should have room: those of two tokens, so that hardly any token needs more than fit at once."""
-        return math.ceil(self.count * max(MIN_NEURON_SHARE, self.sparsity.needed(2)))
+        return math.ceil(self.count * max(MIN_NEURON_SHARE, self.sparsity.two_tokens))
 
     def read_bytes(self, slots: int) -> float:
         """Bytes that a token is expected to read with room for so many neurons."""
@@ -196,3 +195,36 @@ def _with_rest(left: int, slots: Sequence[int], layers: Sequence[NeuronNeed]) ->
         room + (max(0, min(total, left)) * lack // total if lack else 0)
         for room, lack in zip(slots, lacking, strict=True)
     ]
+
+
+BUFFERS = 2
+"""Blocks in memory for streaming: one is computed with, the next is read."""
+
+
+def needed_bytes(sizes: Sequence[int]) -> int:
+    """The least memory with which blocks of these sizes, in bytes, can be computed."""
+    return min(sum(sizes), BUFFERS * max(sizes))
+
+
+def choose_resident(sizes: Sequence[int], budget: int) -> tuple[bool, ...]:
+    """Which of the blocks stay in memory: as many as `budget` bytes hold beside the buffers for the others.
+
+    They are spread evenly among the others, so that the drive reads while they are computed.
+
+    Raises:
+        NotEnoughMemory: the budget is smaller than `needed_bytes`.
+    """
+    count = len(sizes)
+    for kept in range(count, -1, -1):
+        chosen = {(2 * number + 1) * count // (2 * kept) for number in range(kept)}
+        if _taken_bytes(sizes, chosen) <= budget:
+            return tuple(block in chosen for block in range(count))
+    raise NotEnoughMemory(
+        f"{format_bytes(budget)} of memory for weights are too little: streaming these blocks takes "
+        f"{format_bytes(needed_bytes(sizes))}, {BUFFERS} times the largest one; allow more memory or serve fewer blocks"
+    )
+
+
+def _taken_bytes(sizes: Sequence[int], resident: set[int]) -> int:
+    streamed = [size for block, size in enumerate(sizes) if block not in resident]
+    return sum(sizes[block] for block in resident) + BUFFERS * max(streamed, default=0)

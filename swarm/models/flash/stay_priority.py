@@ -11,14 +11,10 @@ from typing import Protocol
 
 import numpy as np
 
-from swarm.models.flash.records.record_buffer import Indices
+from swarm.models.flash.records import Indices
 
-SLOW_HALF_LIFE, FAST_HALF_LIFE = 64.0, 2.0
+HALF_LIFE = 64.0
 """Tokens after which a use counts half."""
-
-FAST_SHARE = 0.15
-"""Weight of the fast average. On the trace of a trained mixture of experts (`benchmarks/flash/experts/cache.py`) the
-slow one alone is as good; where routing drifts from token to token, it reads a fifth more than both together."""
 
 
 class StayPriority(Protocol):
@@ -41,7 +37,7 @@ class StayPriority(Protocol):
 
 
 class LeastRecentlyUsed:
-    """Whatever was not needed for the longest time leaves."""
+    """Whatever was not needed for the longest time leaves, as from a window of the last forwards."""
 
     def __init__(self, blocks: int, experts: int) -> None:
         self.priority_BE = np.zeros((blocks, experts))
@@ -53,13 +49,13 @@ class LeastRecentlyUsed:
 
 
 class DecayedFrequency:
-    """The share of recent tokens that needed an expert: an exponentially weighted average.
+    """The share of recent tokens that needed an expert: an exponentially weighted average. The rule that serves.
 
     Args:
         half_life: tokens after which a use counts half.
     """
 
-    def __init__(self, blocks: int, experts: int, half_life: float = SLOW_HALF_LIFE) -> None:
+    def __init__(self, blocks: int, experts: int, half_life: float = HALF_LIFE) -> None:
         self.priority_BE = np.zeros((blocks, experts))
         self._kept_a_token = 0.5 ** (1 / half_life)
 
@@ -67,18 +63,3 @@ class DecayedFrequency:
         kept = self._kept_a_token**tokens
         self.priority_BE[block] *= kept
         self.priority_BE[block, experts] += (1 - kept) * shares
-
-
-class TwoSpeedFrequency:
-    """Two such averages, one of the last few tokens and one of the text so far, weighted: the rule that serves."""
-
-    def __init__(self, blocks: int, experts: int) -> None:
-        self._slow = DecayedFrequency(blocks, experts, SLOW_HALF_LIFE)
-        self._fast = DecayedFrequency(blocks, experts, FAST_HALF_LIFE)
-        self.priority_BE = np.zeros((blocks, experts))
-
-    def note_use(self, block: int, experts: Indices, shares: np.ndarray, tokens: int) -> None:
-        for average in (self._slow, self._fast):
-            average.note_use(block, experts, shares, tokens)
-        slow_E, fast_E = self._slow.priority_BE[block], self._fast.priority_BE[block]
-        self.priority_BE[block] = slow_E + FAST_SHARE * (fast_E - slow_E)

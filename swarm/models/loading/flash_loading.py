@@ -10,7 +10,6 @@ from pathlib import Path
 
 import torch
 
-from swarm.common.machine import available_memory
 from swarm.common.units import format_bytes
 from swarm.data_structures import Span
 from swarm.errors import InvalidOption
@@ -19,19 +18,13 @@ from swarm.models.checkpoints.checkpoint import Checkpoint
 from swarm.models.execution.hooked_module import HookedModule
 from swarm.models.execution.span_model import SpanModel
 from swarm.models.execution.strategy_choice import LayoutRequest, choose_layout
-from swarm.models.flash.attach import attach_blocks
-from swarm.models.flash.files.planned_blocks import PlannedBlock
+from swarm.models.flash.block_plan import FlashBlock
 from swarm.models.flash.files.prepared_block import PreparedBlock
-from swarm.models.flash.flash_block import FlashBlock
-from swarm.models.flash.neurons.predictor import CalibratedPredictor, load_predictor
-from swarm.models.flash.plans.block_building import build_block
-from swarm.models.flash.plans.block_plan import RecordKind
-from swarm.models.flash.reading.flash_store import FlashStore
-from swarm.models.flash.reading.io_choice import IoChoice, choose_io
-from swarm.models.flash.reading.page_cache import page_cache_share
-from swarm.models.flash.reading.record_reader import FlashIo
-from swarm.models.loading.flash_preparation import open_prepared
-from swarm.models.loading.span_assembly import SpanAssembly
+from swarm.models.flash.flash_span import attach_blocks
+from swarm.models.flash.planned_blocks import PlannedBlock, build_block
+from swarm.models.flash.reading import FlashStore
+from swarm.models.loading.flash_preparation import open_prepared, read_predictor
+from swarm.models.loading.span_loading import SpanAssembly
 from swarm.models.weights import frozen_linear
 from swarm.models.weights.quantization import weight_bytes
 
@@ -49,13 +42,11 @@ class FlashOptions:
         memory: bytes for weights, those that always stay in memory included.
         root: the folder of all packed files, see `files.block_files.flash_root`.
         planned: what lies on flash of each block; see `plan_for_flash`.
-        io: how packed files are read; None to try both ways.
     """
 
     memory: int
     root: Path
     planned: Mapping[int, PlannedBlock]
-    io: FlashIo | None = None
 
 
 def load_flash_span(
@@ -71,7 +62,7 @@ def load_flash_span(
 
     Raises:
         InvalidSpan: the span is outside the model.
-        InvalidOption: some of the blocks cannot be on flash, or the drive cannot be read as asked for.
+        InvalidOption: some of the blocks cannot be on flash.
         CheckpointError: weights are missing, unreadable or of the wrong shape.
         NotEnoughSpace: the drive is too small for the packed files.
         NotEnoughMemory: the blocks cannot be computed with so little memory.
@@ -85,11 +76,10 @@ def load_flash_span(
         prepared = open_prepared(checkpoint, planned, dtype, options.root, progress)
         for one in prepared:
             opened.callback(one.close)
-        reading = _choose_io(prepared, options)
-        cut, blocks = _build_blocks(checkpoint, span, dtype, prepared, reading.io, opened)
-        resident = [weight_bytes(one.block) + sum(value.nbytes for value in one.resident.values()) for one in blocks]
+        cut, blocks = _build_blocks(checkpoint, span, dtype, prepared, opened)
+        resident = sum(weight_bytes(one.block) + sum(value.nbytes for value in one.resident.values()) for one in blocks)
         flash = attach_blocks(blocks, options.memory, resident)
-        flash = replace(flash, perplexity_loss=_perplexity_loss(blocks), drive=reading.speed)
+        flash = replace(flash, perplexity_loss=_perplexity_loss(blocks))
         if flash.sparse:
             logger.warning("%s", _approximation(flash.perplexity_loss))
         on_drive, in_memory = format_bytes(flash.record_bytes), format_bytes(flash.weight_bytes)
@@ -121,7 +111,6 @@ def _build_blocks(
     span: Span,
     dtype: torch.dtype,
     prepared: Sequence[PreparedBlock],
-    io: FlashIo,
     opened: ExitStack,
 ) -> tuple[HookedModule, list[FlashBlock]]:
     """The span without the weights that are on flash, and where these are."""
@@ -129,35 +118,14 @@ def _build_blocks(
     assembly = SpanAssembly(checkpoint, span)
     blocks = []
     for one in prepared:
-        store = FlashStore.open(one.records, one.layout, io)
+        store = FlashStore.open(one.records, one.layout)
         opened.callback(store.close)
         tensors = one.resident_tensors()
         built = build_block(checkpoint, one.block, dtype, one.plan, tensors)
         layers = built.model.get_submodule(path)
         frozen_linear.prepack(layers)
         resident = {name: tensors[name] for name in one.plan.resident}
-        blocks.append(FlashBlock(layers[0], one.plan, built.taken, resident, store, _predictor(one)))
+        blocks.append(FlashBlock(layers[0], one.plan, built.taken, resident, store, read_predictor(one)))
         assembly.append(built.model)
         return_freed_memory()
     return assembly.finish(), blocks
-
-
-def _predictor(prepared: PreparedBlock) -> CalibratedPredictor | None:
-    """The predictor of a block of neurons. Raises `PackedFileError` if it is not one of this block."""
-    if prepared.plan.kind is not RecordKind.NEURONS:
-        return None
-    hidden, neurons = prepared.layout.fields[0].values, prepared.layout.count
-    return load_predictor(prepared.files.predictor, prepared.digest, hidden, neurons)
-
-
-def _choose_io(prepared: Sequence[PreparedBlock], options: FlashOptions) -> IoChoice:
-    largest = max(prepared, key=lambda one: one.layout.file_bytes)
-    share = page_cache_share(
-        sum(one.layout.file_bytes for one in prepared),
-        options.memory,
-        available_memory() - options.memory,
-        any(one.plan.kind is RecordKind.BLOCK for one in prepared),
-    )
-    choice = choose_io(largest.records, options.io, largest.layout.stride, share)
-    logger.info("Flash: reading %s", choice.reason)
-    return choice

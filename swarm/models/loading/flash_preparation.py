@@ -13,13 +13,12 @@ import torch
 from swarm.data_structures import Span
 from swarm.errors import CheckpointError, PackedFileError, format_blocks
 from swarm.models.checkpoints.checkpoint import Checkpoint
+from swarm.models.flash.block_plan import RecordKind
 from swarm.models.flash.files.block_files import PackedModel
-from swarm.models.flash.files.planned_blocks import PlannedBlock, plan_span
 from swarm.models.flash.files.preparation import add_predictor, open_span
 from swarm.models.flash.files.prepared_block import PreparedBlock
-from swarm.models.flash.neurons.predictor import encode_predictor
-from swarm.models.flash.plans.block_choice import BlockPlanner
-from swarm.models.flash.plans.block_plan import RecordKind
+from swarm.models.flash.neurons.predictor import CalibratedPredictor, encode_predictor, load_predictor
+from swarm.models.flash.planned_blocks import BlockPlanner, PlannedBlock, plan_span
 from swarm.models.loading.neuron_calibration import calibrate, calibration_text, calibration_tokens
 from swarm.models.tokenizers.tokenizer import load_tokenizer
 
@@ -100,12 +99,23 @@ def _text(checkpoint: Checkpoint) -> torch.Tensor | None:
         return None
 
 
+def read_predictor(prepared: PreparedBlock) -> CalibratedPredictor | None:
+    """The predictor of a block; None if it has none, or if no neurons are selected in it.
+
+    Raises `PackedFileError` if it is broken, or not one of this block and this version.
+    """
+    if prepared.plan.kind is not RecordKind.NEURONS:
+        return None
+    path = prepared.predictor()
+    if path is None:
+        return None
+    return load_predictor(path, prepared.digest, prepared.layout.fields[0].values, prepared.layout.count)
+
+
 def _needs_predictor(prepared: PreparedBlock) -> bool:
     """Whether a block of neurons has no predictor that can be used."""
-    if prepared.plan.kind is not RecordKind.NEURONS:
-        return False
     try:
-        return prepared.predictor() is None
+        return prepared.plan.kind is RecordKind.NEURONS and read_predictor(prepared) is None
     except PackedFileError as error:
         logger.warning("%s; it is made again", error)
         return True

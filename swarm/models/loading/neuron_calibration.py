@@ -25,11 +25,11 @@ from swarm.models.block_loading import load_block, return_freed_memory
 from swarm.models.blockless_model import load_blockless_model
 from swarm.models.checkpoints.checkpoint import Checkpoint
 from swarm.models.execution.span_model import SpanModel
+from swarm.models.flash.block_plan import BlockPlan
 from swarm.models.flash.neurons.feed_forward_site import DOWN, entry_role, find_sparse_feed_forward
 from swarm.models.flash.neurons.predictor import CalibratedPredictor, LowRankPredictor
 from swarm.models.flash.neurons.predictor_training import RECALL, DenseFeedForward, make_predictor, training_sequences
-from swarm.models.flash.plans.block_plan import BlockPlan
-from swarm.models.loading.span_assembly import SpanAssembly
+from swarm.models.loading.span_loading import SpanAssembly
 
 SEQUENCES, TOKENS = 48, 128
 """Of text. The paper trains with 10,000 samples; an approximation of the products needs fewer."""

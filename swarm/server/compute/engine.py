@@ -13,7 +13,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -144,8 +144,6 @@ class Engine:
         budget: tokens of one iteration.
         observer: is told of every iteration.
         inline: whether a quick lone step may be computed in the network loop; not if computing may wait for a drive.
-        on_iteration: is told how many sequences and tokens every iteration had, and how many seconds it took. Called in
-            the compute thread.
     """
 
     def __init__(
@@ -154,11 +152,9 @@ class Engine:
         budget: int = MIN_ITERATION_TOKENS,
         observer: ServerObserver | None = None,
         inline: bool = True,
-        on_iteration: Callable[[int, int, float], None] | None = None,
     ) -> None:
         self.compute_thread = compute_thread
         self._inline = inline
-        self._on_iteration = on_iteration
         self.budget = budget
         self._observer = observer or ServerObserver()
         self._arrived: deque[QueuedRequest] = deque()
@@ -376,8 +372,6 @@ class Engine:
                 queued.computation = None
             return [(queued, error) for queued, _ in chosen]
         self._observer.iteration_finished(computed, seconds)
-        if self._on_iteration is not None:
-            self._on_iteration(sum(one[1] for one in computed), sum(one[2] for one in computed), seconds)
         if short:
             self._batching_delay.on_iteration(seconds)
         return []

@@ -25,7 +25,7 @@ from swarm.dht import probe
 from swarm.dht.directory import fetch_models, fetch_servers
 from swarm.dht.validation import AnnouncementValidator
 from swarm.errors import DriveFailed, NotEnoughSpace, PeerLost
-from swarm.models.flash.reading import drive_measurement
+from swarm.models.flash import drive_measurement
 from swarm.transport.p2p import P2PConfig, Peer
 
 OTHER = "QmY4ace2YSgwDm1DQrKEGDpaMrgCLAJojTmtYUW2iDykrN"

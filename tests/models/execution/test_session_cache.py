@@ -390,7 +390,7 @@ def test_a_ragged_forward_computes_little_more_than_its_tokens(tmp_path_factory,
 @pytest.mark.parametrize("layout", ["contiguous", "paged"])
 def test_weights_on_flash_learn_which_tokens_belong_to_one_sequence(layout, tmp_path_factory):
     model = load("llama", tmp_path_factory, layout=layout)
-    model.flash = FlashSpan(weight_bytes=0, blocks=(), resident_bytes=())
+    model.flash = FlashSpan(weight_bytes=0, blocks=())
     layouts = [StepLayout((0,), (1,)), StepLayout((0, 0), (4, 2))]
     steps = [SessionCache(model).start_step(torch.randn(sum(one.counts), HIDDEN), one) for one in layouts]
     advance_steps([(step, step.tokens_left) for step in steps])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from swarm.models.flash.plans.block_plan import BlockPlan, RecordKind
+from swarm.models.flash.block_plan import BlockPlan, RecordKind
 
 
 def plan_largest(block: nn.Module) -> BlockPlan:

@@ -7,17 +7,20 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from swarm.errors import NotEnoughMemory
+from swarm.models.flash.block_plan import RecordKind
 from swarm.models.flash.memory_shares import (
+    BUFFERS,
     MIN_NEURON_SHARE,
     MemoryNeed,
     NeuronNeed,
+    choose_resident,
     divide_neurons,
     equal_shares,
     expected_bytes,
+    needed_bytes,
     share_memory,
 )
-from swarm.models.flash.plans.block_plan import RecordKind
-from swarm.models.flash.sparsity import Sparsity
+from swarm.models.flash.neurons.predictor import Sparsity
 from tests.models.flash.sparsities import sparsities
 
 NEEDS = st.dictionaries(
@@ -52,14 +55,15 @@ def test_streamed_blocks_come_first(needs, memory):
 
 NEEDS_OF_LAYERS = st.builds(NeuronNeed, st.integers(1, 150), st.sampled_from([1, 2, 5]), sparsities())
 LAYERS = st.lists(NEEDS_OF_LAYERS, min_size=1, max_size=4)
-DENSE, SPARSE = Sparsity((0.5, 0.7, 0.8)), Sparsity((0.05, 0.06, 0.065))
+DENSE = Sparsity(0.7, ((0.0, 0.5), (0.5, 0.2), (0.7, 0.1)))
+SPARSE = Sparsity(0.06, ((0.0, 0.05), (0.05, 0.01), (0.2, 0.001), (0.5, 0.0001)))
 
 
 def bytes_of(slots: list[int], layers: list[NeuronNeed]) -> int:
     return sum(room * layer.stride for room, layer in zip(slots, layers, strict=True))
 
 
-ALL_NEEDED = Sparsity((1.0,))
+ALL_NEEDED = Sparsity(1.0, ((0.0, 1.0),))
 
 
 @example([NeuronNeed(1, 1, ALL_NEEDED), NeuronNeed(1, 1, ALL_NEEDED), NeuronNeed(4, 1, ALL_NEEDED)], 3)
@@ -71,7 +75,7 @@ def test_divided_memory_is_not_exceeded_and_never_reads_more_than_equal_shares(l
     assert expected_bytes(slots, layers) <= expected_bytes(equal_shares(memory, layers), layers)
     assert bytes_of(slots, layers) <= max(memory, bytes_of([1] * len(layers), layers))
     for room, equal, layer in zip(slots, equal_shares(memory, layers), layers, strict=True):
-        assert room >= min(equal, max(layer.count * MIN_NEURON_SHARE - 1, layer.count * layer.sparsity.needed(2)))
+        assert room >= min(equal, max(layer.count * MIN_NEURON_SHARE - 1, layer.count * layer.sparsity.two_tokens))
 
 
 @given(LAYERS)
@@ -100,8 +104,8 @@ def test_layers_of_one_kind_get_equal_shares():
 
 def test_savings_that_come_only_with_much_memory_are_seen():
     """The second half of this layer's memory saves far more than the first."""
-    steep = Sparsity((0.9,), reads={1: ((0.25, 0.89), (0.5, 0.88), (0.75, 0.01))})
-    flat = Sparsity((0.3, 0.3), reads={1: ((0.25, 0.29), (0.5, 0.28), (0.75, 0.27))})
+    steep = Sparsity(0.05, ((0.0, 0.9), (0.25, 0.89), (0.5, 0.88), (0.75, 0.01)))
+    flat = Sparsity(0.3, ((0.0, 0.3), (0.25, 0.29), (0.5, 0.28), (0.75, 0.27)))
     slots = divide_neurons(1150, [NeuronNeed(1000, 1, steep), NeuronNeed(1000, 1, flat)])
     assert slots[0] >= 740
 
@@ -109,3 +113,36 @@ def test_savings_that_come_only_with_much_memory_are_seen():
 @given(sparsities(), st.integers(1, 500))
 def test_one_layer_gets_all_the_memory(sparsity, memory):
     assert divide_neurons(memory, [NeuronNeed(500, 1, sparsity)]) == [memory]
+
+
+SIZES = st.lists(st.integers(1, 50), min_size=1, max_size=12)
+
+
+def taken(sizes: list[int], stay: tuple[bool, ...]) -> int:
+    streamed = [size for size, stays in zip(sizes, stay, strict=True) if not stays]
+    return sum(sizes) - sum(streamed) + BUFFERS * max(streamed, default=0)
+
+
+@given(SIZES, st.integers(0, 700))
+def test_the_budget_is_kept_and_refused_only_if_nothing_can_be_computed_within_it(sizes, budget):
+    if budget < needed_bytes(sizes):
+        with pytest.raises(NotEnoughMemory, match="of memory for weights are too little"):
+            choose_resident(sizes, budget)
+        return
+    stay = choose_resident(sizes, budget)
+    assert len(stay) == len(sizes)
+    assert taken(sizes, stay) <= budget
+    assert all(stay) == (sum(sizes) <= budget)
+
+
+@given(st.integers(1, 40), st.integers(2, 400))
+def test_equal_blocks_use_the_whole_budget_and_are_spread_evenly(count, budget):
+    stay = choose_resident([10] * count, max(budget, needed_bytes([10] * count)))
+    kept = sum(stay)
+    if kept == count:
+        return
+    assert taken([10] * count, stay) + 10 > max(budget, 20), "another block would have fitted"
+    if kept:
+        places = [place for place, stays in enumerate(stay) if stays]
+        gaps = [second - first for first, second in zip(places, [*places[1:], places[0] + count], strict=True)]
+        assert max(gaps) - min(gaps) <= 1

@@ -6,11 +6,8 @@ import numpy as np
 import pytest
 
 from swarm.models.flash.stay_priority import (
-    FAST_HALF_LIFE,
-    SLOW_HALF_LIFE,
     DecayedFrequency,
     LeastRecentlyUsed,
-    TwoSpeedFrequency,
 )
 
 BLOCKS, EXPERTS = 2, 4
@@ -27,8 +24,8 @@ def test_what_was_used_last_has_the_highest_priority():
     assert np.argsort(rule.priority_BE.ravel())[-3:].tolist() == [EXPERTS + 2, 1, 3]
 
 
-@pytest.mark.parametrize("rule", [DecayedFrequency(BLOCKS, EXPERTS), TwoSpeedFrequency(BLOCKS, EXPERTS)])
-def test_a_frequency_becomes_the_share_of_tokens_that_need_an_expert(rule):
+def test_a_frequency_becomes_the_share_of_tokens_that_need_an_expert():
+    rule = DecayedFrequency(BLOCKS, EXPERTS)
     for token in range(2000):
         use(rule, 0, [0, 1] if token % 2 else [0])
     np.testing.assert_allclose(rule.priority_BE[0, [0, 2]], [1, 0], atol=1e-3)
@@ -36,9 +33,8 @@ def test_a_frequency_becomes_the_share_of_tokens_that_need_an_expert(rule):
     assert not rule.priority_BE[1].any(), "another block"
 
 
-@pytest.mark.parametrize("kind", [DecayedFrequency, TwoSpeedFrequency])
-def test_many_tokens_at_once_count_like_one_after_the_other(kind):
-    together, apart = kind(BLOCKS, EXPERTS), kind(BLOCKS, EXPERTS)
+def test_many_tokens_at_once_count_like_one_after_the_other():
+    together, apart = DecayedFrequency(BLOCKS, EXPERTS), DecayedFrequency(BLOCKS, EXPERTS)
     use(together, 0, [2], share=1.0, tokens=40)
     for _ in range(40):
         use(apart, 0, [2])
@@ -51,12 +47,3 @@ def test_a_use_counts_half_after_the_half_life():
     before = rule.priority_BE[0, 1]
     use(rule, 0, [], tokens=10)
     assert rule.priority_BE[0, 1] == pytest.approx(before / 2)
-
-
-def test_two_speeds_see_both_what_is_needed_always_and_what_is_needed_now():
-    """Of two experts that are needed as often in the long run, the one that was just needed stays."""
-    rule = TwoSpeedFrequency(BLOCKS, EXPERTS)
-    for token in range(400):
-        use(rule, 0, [token % 2, 2])
-    assert rule.priority_BE[0, 2] > rule.priority_BE[0, 1] > rule.priority_BE[0, 0] > rule.priority_BE[0, 3]
-    assert SLOW_HALF_LIFE > FAST_HALF_LIFE

@@ -15,10 +15,11 @@ from swarm.models.execution.gradients import compute_gradients
 from swarm.models.execution.session_cache import SessionCache
 from swarm.models.execution.span_model import SpanModel
 from swarm.models.execution.strategy_choice import choose_forward
-from swarm.models.flash.reading.record_reader import FlashIo
-from swarm.models.loading import flash_loading, flash_preparation
+from swarm.models.flash.files.block_files import PackedModel
+from swarm.models.flash.files.preparation import add_predictor
+from swarm.models.loading import flash_preparation
 from swarm.models.loading.flash_loading import FlashOptions, load_flash_span
-from swarm.models.loading.flash_preparation import plan_for_flash
+from swarm.models.loading.flash_preparation import open_prepared, plan_for_flash
 from swarm.models.loading.span_loading import load_span
 from tests import zoo
 
@@ -41,7 +42,7 @@ def checkpoints(tmp_path_factory):
 
 def load(checkpoint: Checkpoint, root: Path, memory: int = 10**9, span: Span = WHOLE, exact: bool = False) -> SpanModel:
     planned = plan_for_flash(checkpoint, span, torch.float32, root, exact)
-    options = FlashOptions(memory, root, planned, FlashIo.CACHED)
+    options = FlashOptions(memory, root, planned)
     return load_flash_span(checkpoint, span, dtype=torch.float32, options=options)
 
 
@@ -209,20 +210,6 @@ def test_servers_that_select_neurons_and_exact_ones_use_the_same_folder_at_the_s
     assert {path: path.stat().st_ino for path in tmp_path.rglob("block-*")} == written
 
 
-@pytest.mark.parametrize(("room", "share"), [(0, "0%"), (1 << 40, "100%")])
-def test_free_memory_counts_as_page_cache_when_a_way_of_reading_is_chosen(
-    checkpoints, tmp_path, monkeypatch, caplog, room, share
-):
-    checkpoint = checkpoints("llama")
-    monkeypatch.setattr(flash_loading, "available_memory", lambda: room)
-    planned = plan_for_flash(checkpoint, WHOLE, torch.float32, tmp_path, False)
-    memory = in_memory(checkpoint).weight_bytes * 3 // 4
-    with caplog.at_level("INFO"):
-        options = FlashOptions(memory, tmp_path, planned)
-        load_flash_span(checkpoint, WHOLE, dtype=torch.float32, options=options).flash.close()
-    assert f"if {share} of what is read is in the page cache" in caplog.text or "has no direct reads" in caplog.text
-
-
 def test_without_a_tokenizer_all_neurons_are_computed(checkpoints, tmp_path, caplog):
     model = load(checkpoints("opt"), tmp_path)
     assert not model.flash.sparse
@@ -241,6 +228,19 @@ def test_a_predictor_that_was_changed_on_the_drive_is_made_anew(checkpoints, tmp
     assert model.flash.sparse
     torch.testing.assert_close(model.forward(torch.ones(1, 1, model.hidden_size)), expected)
     model.flash.close()
+
+
+def test_a_predictor_of_another_version_is_made_anew(checkpoints, tmp_path, text):
+    checkpoint, span = checkpoints("opt"), Span(1, 2)
+    load(checkpoint, tmp_path, span=span).flash.close()
+    packed = PackedModel.of(checkpoint, torch.float32, tmp_path)
+    planned = plan_for_flash(checkpoint, span, torch.float32, tmp_path, exact=False)
+    (prepared,) = open_prepared(checkpoint, planned, torch.float32, tmp_path, progress=False)
+    data = prepared.files.predictor.read_bytes()
+    add_predictor(packed, prepared, data.replace(b"neuron predictor 2", b"neuron predictor 1"))
+    prepared.close()
+    load(checkpoint, tmp_path, span=span).flash.close()
+    assert b"neuron predictor 2" in prepared.files.predictor.read_bytes()
 
 
 def test_lora_on_modules_that_were_taken_out_is_refused_by_name(checkpoints, tmp_path, text):

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 
 from torch import nn
 
 from swarm.common.units import format_bytes
 from swarm.errors import NotEnoughMemory
-from swarm.models.flash.experts.expert_cache import ExpertCache
+from swarm.models.flash.block_plan import FlashBlock
 from swarm.models.flash.experts.expert_forward import EveryFlashExpert, FlashExperts, RoutedFlashExperts
-from swarm.models.flash.experts.expert_pool import ExpertPool
+from swarm.models.flash.experts.expert_pool import ExpertCache, ExpertPool
 from swarm.models.flash.experts.expert_site import EXPERTS, ExpertCall, expert_call
 from swarm.models.flash.experts.look_ahead import LookAhead, find_router
-from swarm.models.flash.flash_block import FlashBlock
-from swarm.models.flash.records.record_layout import RecordLayout
-from swarm.models.flash.stay_priority import StayPriority, TwoSpeedFrequency
+from swarm.models.flash.records import RecordLayout
+from swarm.models.flash.stay_priority import DecayedFrequency
 
 MIN_SLOTS = 2
 """One expert computes while the next one is read."""
@@ -25,20 +23,7 @@ GROUP_BYTES = 2 << 20
 """Small experts are read together until they have so many bytes; each larger one is read, and computed, alone."""
 
 
-@dataclass(frozen=True)
-class ExpertOptions:
-    """How the experts of a span are kept.
-
-    Attributes:
-        priority: makes the rule by which experts stay in memory, for a number of blocks and of experts a block.
-        look_ahead: whether experts are read that the next block will probably need.
-    """
-
-    priority: Callable[[int, int], StayPriority] = TwoSpeedFrequency
-    look_ahead: bool = True
-
-
-def attach(blocks: Sequence[FlashBlock], budget_bytes: int, options: ExpertOptions | None = None) -> list[ExpertPool]:
+def attach(blocks: Sequence[FlashBlock], budget_bytes: int) -> list[ExpertPool]:
     """Have `blocks` compute with experts from their stores, of which as many stay in memory as the budget holds.
 
     Blocks whose experts have the same layout, which in nearly every model are all, share one pool of slots.
@@ -53,12 +38,11 @@ def attach(blocks: Sequence[FlashBlock], budget_bytes: int, options: ExpertOptio
     Raises:
         NotEnoughMemory: the budget does not hold two experts of each layout.
     """
-    options = options or ExpertOptions()
     groups: dict[RecordLayout, list[FlashBlock]] = {}
     for one in blocks:
         groups.setdefault(one.store.layout, []).append(one)
     slots = slots_of_layouts({layout: len(group) for layout, group in groups.items()}, budget_bytes)
-    return [_attach_pool(group, slots[layout], options) for layout, group in groups.items()]
+    return [_attach_pool(group, slots[layout]) for layout, group in groups.items()]
 
 
 def slots_of_layouts(blocks: Mapping[RecordLayout, int], budget_bytes: int) -> dict[RecordLayout, int]:
@@ -83,18 +67,17 @@ def slots_of_layouts(blocks: Mapping[RecordLayout, int], budget_bytes: int) -> d
     }
 
 
-def _attach_pool(blocks: Sequence[FlashBlock], slots: int, options: ExpertOptions) -> ExpertPool:
+def _attach_pool(blocks: Sequence[FlashBlock], slots: int) -> ExpertPool:
     layout = blocks[0].store.layout
-    cache = ExpertCache(slots, options.priority(len(blocks), layout.count), max(1, GROUP_BYTES // layout.stride))
+    cache = ExpertCache(slots, DecayedFrequency(len(blocks), layout.count), max(1, GROUP_BYTES // layout.stride))
     pool = ExpertPool([one.store for one in blocks], cache)
     modules = []
     for number, one in enumerate(blocks):
         path = one.plan.modules[EXPERTS]
         modules.append(_flash_experts(one, path, pool, number))
         one.block.set_submodule(path, modules[-1])
-    if options.look_ahead:
-        routers = [find_router(one.block, one.plan.modules[EXPERTS], layout.count) for one in blocks]
-        LookAhead(pool, modules, routers)
+    routers = [find_router(one.block, one.plan.modules[EXPERTS], layout.count) for one in blocks]
+    LookAhead(pool, modules, routers)
     return pool
 
 

@@ -22,7 +22,7 @@ from torch import nn
 from swarm.errors import InvalidOption
 from swarm.models.flash.experts.expert_pool import ExpertPool
 from swarm.models.flash.experts.expert_site import expert_tensors
-from swarm.models.flash.records.record_buffer import Indices
+from swarm.models.flash.records import Indices
 
 Weights = dict[str, torch.Tensor]
 """One expert's weights and biases, by their names in the experts module."""

@@ -18,7 +18,7 @@ import inspect
 import torch
 from torch import nn
 
-from swarm.models.flash.plans.block_plan import BlockPlan, RecordKind
+from swarm.models.flash.block_plan import BlockPlan, RecordKind
 
 EXPERTS = "experts"
 """The role of the module that holds the experts."""

@@ -22,10 +22,9 @@ import numpy as np
 import torch
 from torch import nn
 
-from swarm.models.flash.experts.expert_cache import ABSENT
 from swarm.models.flash.experts.expert_forward import FlashExperts
-from swarm.models.flash.experts.expert_pool import ExpertPool
-from swarm.models.flash.records.record_buffer import Indices
+from swarm.models.flash.experts.expert_pool import ABSENT, ExpertPool
+from swarm.models.flash.records import Indices
 
 MAX_TOKENS = 8
 """Tokens of a forward for which experts are read ahead; more of them need most experts anyway."""

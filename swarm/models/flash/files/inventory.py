@@ -8,8 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from swarm.errors import PackedFileError
-from swarm.models.flash.files.block_files import PackedFile, packed_files
-from swarm.models.flash.files.folder_locks import LOCKS_FOLDER, last_used, removal_lock, unusable_folder
+from swarm.models.flash.files.block_files import (
+    LOCKS_FOLDER,
+    PackedFile,
+    last_used,
+    packed_files,
+    removal_lock,
+    unusable_folder,
+)
 from swarm.models.flash.files.manifest import Manifest, read_manifest
 
 

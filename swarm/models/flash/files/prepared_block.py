@@ -10,9 +10,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from swarm.errors import PackedFileError
-from swarm.models.flash.files.block_files import BlockFiles, PackedModel
-from swarm.models.flash.files.content_digests import verify_parts
-from swarm.models.flash.files.folder_locks import UseLock
+from swarm.models.flash.block_plan import BlockPlan
+from swarm.models.flash.files.block_files import BlockFiles, PackedModel, UseLock
 from swarm.models.flash.files.manifest import (
     FileContent,
     Manifest,
@@ -21,10 +20,10 @@ from swarm.models.flash.files.manifest import (
     check_sizes,
     read_manifest,
     read_predictor_entry,
+    verify_parts,
 )
-from swarm.models.flash.files.planned_blocks import PlannedBlock
-from swarm.models.flash.plans.block_plan import BlockPlan
-from swarm.models.flash.records.record_layout import RecordLayout
+from swarm.models.flash.planned_blocks import PlannedBlock
+from swarm.models.flash.records import RecordLayout
 
 
 class PreparedBlock:

@@ -15,10 +15,8 @@ import torch
 
 from swarm.common.dtypes import dtype_name
 from swarm.models.flash.files.block_files import UNFINISHED
-from swarm.models.flash.files.content_digests import PartDigests
-from swarm.models.flash.files.manifest import FileContent
-from swarm.models.flash.records.record_buffer import RecordBuffer, allocate_aligned
-from swarm.models.flash.records.record_layout import RECORD_ALIGNMENT, RecordLayout
+from swarm.models.flash.files.manifest import FileContent, PartDigests
+from swarm.models.flash.records import RECORD_ALIGNMENT, RecordBuffer, RecordLayout, allocate_aligned
 
 WRITE_BYTES = 16 << 20
 """Bytes of one write, and of the records that are put together in memory. A multiple of `RECORD_ALIGNMENT`."""

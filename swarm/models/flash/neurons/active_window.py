@@ -16,7 +16,7 @@ from typing import Protocol
 import numpy as np
 
 from swarm.models.flash.neurons.neuron_matrix import ABSENT
-from swarm.models.flash.records.record_buffer import Indices
+from swarm.models.flash.records import Indices
 from swarm.models.flash.stay_priority import DecayedFrequency, LeastRecentlyUsed, StayPriority
 
 STAYING_BONUS = 0.01

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import nn
 
-from swarm.models.flash.plans.block_plan import BlockPlan, RecordKind
+from swarm.models.flash.block_plan import BlockPlan, RecordKind
 
 UP, GATE, ACTIVATION, DOWN = "up", "gate", "activation", "down"
 """The roles of a plan's modules: `down(activation(gate(x)) * up(x))`, or `down(activation(up(x)))` without a gate."""

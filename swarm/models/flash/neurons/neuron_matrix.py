@@ -12,9 +12,7 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 
-from swarm.models.flash.records.record_buffer import Indices, RecordBuffer
-from swarm.models.flash.records.record_layout import RecordLayout
-from swarm.models.flash.records.weight_store import PendingRead, WeightStore
+from swarm.models.flash.records import Indices, PendingRead, RecordBuffer, RecordLayout, WeightStore
 
 ABSENT = -1
 """The row of a neuron that is not in memory."""

@@ -14,9 +14,9 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from swarm.models.flash.block_plan import BlockPlan
 from swarm.models.flash.neurons.feed_forward_site import ACTIVATION, DOWN, GATE, UP
-from swarm.models.flash.plans.block_plan import BlockPlan
-from swarm.models.flash.records.record_buffer import RecordBuffer
+from swarm.models.flash.records import RecordBuffer
 
 GATHER_BYTES = 4 << 20
 """Rows that are gathered at once."""

@@ -8,23 +8,22 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
-from torch import nn
 from torch.nn import functional
 
-from swarm.common.files.checked_json import fields, integer, items, number, parse_json, text, to_json
+from swarm.common.files.checked_json import fields, items, number, parse_json, text, to_json
 from swarm.errors import PackedFileError
-from swarm.models.flash.sparsity import Sparsity
 
-_FORMAT = "swarm neuron predictor 1"
+_FORMAT = "swarm neuron predictor 2"
 _METADATA_KEY = "predictor"
 _MAX_SHARES = 64
-_MAX_COUNT = 1 << 31
 _MAX_LOSS = 1e3
 _DTYPES = frozenset({"BF16", "F16", "F32"})
 """What predictors are made in, as safetensors names it."""
@@ -81,28 +80,34 @@ class LowRankPredictor:
         return LowRankPredictor(self.first.to(dtype), self.second.to(dtype), self.bias.to(dtype), self.threshold)
 
 
-class ActivationPredictor:
-    """Computes the activation itself, from all gates (or up projections) in memory: nothing is missed or read in vain.
+@dataclass(frozen=True)
+class Sparsity:
+    """How many of a layer's neurons tokens need, as shares that were measured over text.
 
-    With a gate, this is the paper's alternative for Llama 2 (appendix C.5): exact, for the memory of all gates. Without
-    one it is the oracle that predictors are compared with.
+    Raises `ValueError` if a share is not between 0 and 1, or if more memory reads more.
 
-    Args:
-        weight: of the gate or up projection, `[neurons, hidden]`.
-        bias: `[neurons]`, or None.
-        activation: of the layer.
+    Attributes:
+        two_tokens: share that two consecutive tokens need together.
+        reads: share of the neurons that memory has room for, and share that is then read for a token, in order. The
+            first is for no memory: what a token needs.
     """
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, activation: nn.Module) -> None:
-        self._weight, self._bias, self._activation = weight, bias, activation
+    two_tokens: float
+    reads: tuple[tuple[float, float], ...]
 
-    @property
-    def memory_bytes(self) -> int:
-        return self._weight.nbytes
+    def __post_init__(self) -> None:
+        if not 0 < self.two_tokens <= 1:
+            raise ValueError(f"a share lies between 0 and 1, not {self.two_tokens}")
+        if not self.reads or not all(0 <= memory < 1 and 0 <= read <= 1 for memory, read in self.reads):
+            raise ValueError(f"shares in memory and shares read lie between 0 and 1, not {self.reads}")
+        if any(right <= left or fewer > more for (left, more), (right, fewer) in pairwise(self.reads)):
+            raise ValueError(f"more memory never reads more: {self.reads}")
 
-    def select(self, hidden_TH: torch.Tensor) -> torch.Tensor:
-        selected: torch.Tensor = self._activation(functional.linear(hidden_TH, self._weight, self._bias)) != 0
-        return selected
+    def read(self, memory: float) -> float:
+        """The share that is read for a token if memory has room for the share `memory`: linear between what was
+        measured, and nothing if all neurons fit."""
+        places, shares = zip(*self.reads, (1.0, 0.0), strict=True)
+        return float(np.interp(memory, places, shares))
 
 
 @dataclass(frozen=True)
@@ -110,7 +115,7 @@ class CalibratedPredictor:
     """A predictor, and what was found out about it.
 
     Attributes:
-        sparsity: shares of the neurons that it selects, for one token and for several.
+        sparsity: of the neurons that it selects.
         recall: share that it selects of what neurons contribute, see `predictor_training.energy`.
         perplexity_loss: by how much this block's selection raises the model's perplexity, as a share; None if it was
             not measured. Losses of blocks are so small that they add up.
@@ -134,9 +139,8 @@ def encode_predictor(calibrated: CalibratedPredictor, digest: str) -> bytes:
         "block_digest": digest,
         "threshold": predictor.threshold,
         "recall": calibrated.recall,
-        "tokens": list(sparsity.tokens),
-        "sessions": [list(item) for item in sorted(sparsity.sessions.items())],
-        "reads": [[count, list(points)] for count, points in sorted(sparsity.reads.items())],
+        "two_tokens": sparsity.two_tokens,
+        "reads": [list(point) for point in sparsity.reads],
         "perplexity_loss": loss if loss is not None and math.isfinite(loss) else None,
     }
     tensors = {"first": predictor.first, "second": predictor.second, "bias": predictor.bias}
@@ -185,32 +189,24 @@ class _Metadata:
 
 
 def _parsed(path: Path, metadata: str | None, digest: str) -> _Metadata:
-    names = ("format", "block_digest", "threshold", "recall", "tokens", "sessions", "perplexity_loss")
+    names = ("format", "block_digest", "threshold", "recall", "two_tokens", "reads", "perplexity_loss")
     try:
-        form, block_digest, threshold, recall, tokens, sessions, loss, reads = fields(
-            parse_json(metadata or ""), names, optional=("reads",), closed=False
-        )
+        content = parse_json(metadata or "")
+        form, block_digest, threshold, recall, two_tokens, reads, loss = fields(content, names, closed=False)
         if text(form, len(_FORMAT)) != _FORMAT:
             raise ValueError("another format")
         if block_digest != digest:
             raise _refusal(path, "it was made for another block, or another revision of it")
-        sparsity = Sparsity(
-            tuple(map(number, items(tokens, _MAX_SHARES))),
-            {integer(count, 0, _MAX_COUNT): number(share) for count, share in _pairs(sessions)},
-            {integer(count, 0, _MAX_COUNT): _points(points) for count, points in _pairs(reads or [])},
-        )
+        sparsity = Sparsity(number(two_tokens), tuple(_point(one) for one in items(reads, _MAX_SHARES)))
         checked_loss = None if loss is None else number(loss, -1, _MAX_LOSS)
         return _Metadata(number(threshold), number(recall, 0, 1), sparsity, checked_loss)
     except (ValueError, RecursionError) as error:
         raise _refusal(path, f"it holds no neuron predictor of this version ({error})") from error
 
 
-def _points(value: object) -> tuple[tuple[float, float], ...]:
-    return tuple((number(first), number(second)) for first, second in _pairs(value))
-
-
-def _pairs(value: object) -> list[list[Any]]:
-    return [items(one, length=2) for one in items(value, _MAX_SHARES)]
+def _point(value: object) -> tuple[float, float]:
+    memory, read = items(value, length=2)
+    return number(memory), number(read)
 
 
 def _refusal(path: Path, reason: str) -> PackedFileError:

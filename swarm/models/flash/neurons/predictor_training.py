@@ -7,21 +7,22 @@ misses cost nothing, above all with a squared ReLU, which spreads contributions 
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional
 
+from swarm.models.flash.block_plan import BlockPlan
+from swarm.models.flash.neurons.active_window import ActiveWindow
 from swarm.models.flash.neurons.feed_forward_site import ACTIVATION, DOWN, entry_role
+from swarm.models.flash.neurons.neuron_matrix import ABSENT
 from swarm.models.flash.neurons.neuron_products import neuron_values
-from swarm.models.flash.neurons.predictor import CalibratedPredictor, LowRankPredictor
-from swarm.models.flash.neurons.selection_trace import measured_reads
-from swarm.models.flash.plans.block_plan import BlockPlan
-from swarm.models.flash.sparsity import Sparsity
+from swarm.models.flash.neurons.predictor import CalibratedPredictor, LowRankPredictor, Sparsity
+from swarm.models.flash.records import Indices
 
 RECALL = 0.998
 """Share of the squared contributions that predictors have to select. The loss of perplexity is in proportion to the
@@ -38,9 +39,11 @@ which takes several times as long as computing."""
 CALIBRATION_SHARE = 0.25
 """Of the sequences: thresholds are found with text that the predictor was not trained on."""
 
-MAX_WINDOW_TOKENS = 16
-BATCHES = (2, 4, 8)
-"""Sessions whose common need is measured."""
+MEMORY_SHARES = tuple(eighths / 8 for eighths in range(8))
+"""Shares of the neurons that memory has room for, for which reads are measured."""
+
+WARM_UP_SHARE = 0.25
+"""Of a trace, whose reads are not counted: memory is empty only once."""
 
 EXTRA_RANK, POWER_ITERATIONS = 16, 4
 """Of the randomized SVD."""
@@ -233,29 +236,54 @@ def cheapest_rank(shares: Mapping[int, float], neurons: int, hidden: int, record
 
 
 def measured_sparsity(selected_RTN: torch.Tensor) -> Sparsity:
-    """The shares of neurons that consecutive tokens of a sequence need together, and tokens of several sequences; and
-    what is read for them.
+    """How many neurons tokens need, and what is read for them with how much memory.
 
     Args:
-        selected_RTN: of each token of each sequence, `[sequences, tokens, neurons]` bool.
+        selected_RTN: of each token of each sequence, `[sequences, tokens, neurons]` bool; at least two tokens.
     """
-    sequences, length, _ = selected_RTN.shape
-    tokens = []
-    union_RTN = selected_RTN
-    for count in range(1, min(length, MAX_WINDOW_TOKENS) + 1):
-        if count > 1:
-            union_RTN = union_RTN[:, :-1] | selected_RTN[:, count - 1 :]
-        tokens.append(_share(union_RTN))
-    sessions = {}
-    for batch in BATCHES:
-        if batch <= sequences:
-            groups = selected_RTN[: sequences // batch * batch].unflatten(0, (-1, batch))
-            sessions[batch] = _share(groups.any(1))
-    # Averages over ever fewer places may fall where the truth cannot.
-    reads = measured_reads(selected_RTN.numpy(), (1, *BATCHES))
-    return Sparsity(tuple(itertools.accumulate(tokens, max)), sessions, reads)
+    pairs_RTN = selected_RTN[:, :-1] | selected_RTN[:, 1:]
+    neurons = selected_RTN.shape[-1]
+    two_tokens = max(pairs_RTN.float().mean().item(), 1 / neurons)  # never zero, which no sparsity is
+    trace_FN = selected_RTN.flatten(0, 1).numpy()
+    counted = slice(int(len(trace_FN) * WARM_UP_SHARE), None)
+    read = [trace_FN.mean()]
+    for share in MEMORY_SHARES[1:]:
+        read.append(neurons_read(trace_FN, max(1, int(share * neurons)))[counted].mean() / neurons)
+    # More memory reads more for some traces, which says nothing about the next one.
+    return Sparsity(two_tokens, tuple(zip(MEMORY_SHARES, np.minimum.accumulate(read).tolist(), strict=True)))
 
 
-def _share(selected: torch.Tensor) -> float:
-    """Of what is selected. It is never zero, which no sparsity is."""
-    return max(selected.float().mean().item(), 1 / selected.shape[-1])
+def neurons_read(trace_FN: np.ndarray, slots: int, window_forwards: int | None = None) -> np.ndarray:
+    """Number of neurons that an `ActiveWindow` reads for each forward, `[forwards]`.
+
+    Args:
+        trace_FN: neurons that are needed, one forward after the other, `[forwards, neurons]` bool.
+        slots: neurons that memory has room for.
+        window_forwards: the paper's fixed window, see `ActiveWindow`.
+    """
+    held = _Held(trace_FN.shape[1], slots)
+    window = ActiveWindow(held, window_forwards)
+    counts = np.zeros(len(trace_FN), dtype=np.int64)
+    for number, needed_N in enumerate(trace_FN):
+        for portion in window.portions(np.flatnonzero(needed_N)):
+            held.change(portion.leaving, portion.joining)
+            counts[number] += len(portion.joining)
+    return counts
+
+
+class _Held:
+    """Which neurons are in memory, without their weights."""
+
+    def __init__(self, neurons: int, capacity: int) -> None:
+        self.row_of: Indices = np.full(neurons, ABSENT)
+        self.capacity = capacity
+        self.neurons: Indices = np.zeros(0, dtype=np.int64)
+
+    @property
+    def num_used(self) -> int:
+        return len(self.neurons)
+
+    def change(self, leaving: Indices, joining: Indices) -> None:
+        self.row_of[leaving] = ABSENT
+        self.row_of[joining] = 0
+        self.neurons = np.flatnonzero(self.row_of != ABSENT)

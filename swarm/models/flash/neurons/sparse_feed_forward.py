@@ -1,13 +1,14 @@
 """A feed-forward layer that computes the neurons that its tokens need, and reads those that are not in memory.
 
 For few tokens: predict, begin to read what is missing, compute what is there meanwhile, wait, compute what was read.
-For many tokens, as of prompts, nearly every neuron is needed by some token: all are read in order and computed exactly
-(`exact_pass`).
+For many tokens, as of prompts, nearly every neuron is needed by some token: all are read in order, in slabs of which
+one is computed while the next is read, and computed exactly.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
+from contextlib import closing
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -15,16 +16,183 @@ import torch
 from torch import nn
 
 from swarm.errors import DriveFailed, TrainingRefused
+from swarm.models.flash.block_plan import BlockPlan
 from swarm.models.flash.neurons.active_window import ActiveWindow, ForwardTokens, Portion
-from swarm.models.flash.neurons.exact_pass import ExactPass, SlabMemory
 from swarm.models.flash.neurons.feed_forward_site import ACTIVATION, DOWN, GATE, UP, put_in_place
-from swarm.models.flash.neurons.neuron_counters import NeuronCounters
 from swarm.models.flash.neurons.neuron_matrix import NeuronMatrix
 from swarm.models.flash.neurons.neuron_products import NeuronProducts
 from swarm.models.flash.neurons.predictor import NeuronPredictor
-from swarm.models.flash.plans.block_plan import BlockPlan
-from swarm.models.flash.records.record_buffer import Indices
-from swarm.models.flash.records.weight_store import PendingRead, WeightStore
+from swarm.models.flash.records import (
+    FinishedRead,
+    Indices,
+    PendingRead,
+    RecordBuffer,
+    RecordLayout,
+    StoreCounters,
+    WeightStore,
+    allocate_aligned,
+)
+
+
+@dataclass
+class NeuronCounters:
+    """Sums since the layer was made.
+
+    Attributes:
+        neurons: of the layer.
+        forwards, tokens: computed with selected neurons.
+        selected: neurons selected for tokens, summed over tokens.
+        needed: neurons selected for at least one token of a forward, summed over forwards.
+        read: those of them that were not in memory.
+        portions: more than `forwards` if memory was too small for what a forward needed.
+        exact_tokens: tokens that were computed with all neurons.
+        sampled_active: active neurons of tokens of exact forwards, which the predictor was asked about.
+        sampled_missed: those of them that it would not have selected.
+    """
+
+    neurons: int
+    forwards: int = 0
+    tokens: int = 0
+    selected: int = 0
+    needed: int = 0
+    read: int = 0
+    portions: int = 0
+    exact_tokens: int = 0
+    sampled_active: int = 0
+    sampled_missed: int = 0
+
+    @property
+    def hits(self) -> float:
+        """Share of the needed neurons that were in memory."""
+        return 1 - self.read / self.needed if self.needed else 1.0
+
+    @property
+    def recall(self) -> float:
+        """Share of the active neurons that the predictor selects, as sampled."""
+        return 1 - self.sampled_missed / self.sampled_active if self.sampled_active else 1.0
+
+    def count_forward(self, selected_TN: torch.Tensor, needed: int) -> None:
+        self.forwards += 1
+        self.tokens += len(selected_TN)
+        self.selected += int(selected_TN.sum())
+        self.needed += needed
+
+    def count_sample(self, selected_TN: torch.Tensor, values_TN: torch.Tensor) -> None:
+        """Compare what the predictor selects with the values of the same neurons."""
+        active_TN = values_TN != 0
+        self.sampled_active += int(active_TN.sum())
+        self.sampled_missed += int((active_TN & ~selected_TN).sum())
+
+
+SLAB_BYTES = 8 << 20
+"""Bytes that are read at once: drives gain nothing from more."""
+
+
+class SlabMemory:
+    """Two slabs, shared by all blocks of a span, which are computed one after the other.
+
+    Args:
+        size: bytes of a slab; at least a record.
+    """
+
+    def __init__(self, size: int = SLAB_BYTES) -> None:
+        self.size = size
+        self._halves = (allocate_aligned(size), allocate_aligned(size))
+
+    @property
+    def nbytes(self) -> int:
+        return 2 * self.size
+
+    def buffers(self, layout: RecordLayout) -> tuple[RecordBuffer, RecordBuffer]:
+        """Both as buffers of this layout. What was in them is lost."""
+        slots = self.size // layout.stride
+        first, second = (RecordBuffer(layout, slots, memory) for memory in self._halves)
+        return first, second
+
+
+class ExactPass:
+    """Computes one block's feed-forward layer with all of its neurons.
+
+    Args:
+        biases: by role, of all neurons.
+        store: holds the block's records.
+    """
+
+    def __init__(
+        self, products: NeuronProducts, biases: Mapping[str, torch.Tensor], store: WeightStore, memory: SlabMemory
+    ) -> None:
+        self._products, self._biases, self._store, self._memory = products, biases, store, memory
+
+    def compute(
+        self,
+        hidden_TH: torch.Tensor,
+        selected_SN: torch.Tensor,
+        joining: Indices,
+        matrix: NeuronMatrix,
+        counters: NeuronCounters,
+    ) -> torch.Tensor:
+        """The layer's result, `[tokens, hidden]`.
+
+        Args:
+            selected_SN: what the predictor selects for the last tokens, with which recall is sampled.
+            joining: neurons, sorted, that come into `matrix` on the way, which has room for them.
+
+        Raises `DriveFailed`; what has come into the matrix by then is right.
+        """
+        # Sums of many slabs, so in fp32.
+        result_TH = hidden_TH.new_zeros(hidden_TH.shape, dtype=torch.float32)
+        sampled = len(selected_SN)
+        with closing(self._slabs()) as slabs:
+            for start, end, buffer in slabs:
+                biases = {role: bias[start:end] for role, bias in self._biases.items()}
+                rows = self._products.rows(buffer, biases).first(end - start)
+                values_TN = self._products.all_neurons(hidden_TH, rows)
+                result_TH += values_TN @ rows.down
+                counters.count_sample(selected_SN[:, start:end], values_TN[-sampled:])
+                here = joining[np.searchsorted(joining, start) : np.searchsorted(joining, end)]
+                matrix.append(here, _Slab(buffer, start)).wait()
+        counters.exact_tokens += len(hidden_TH)
+        return self._products.with_bias(result_TH.to(hidden_TH.dtype))
+
+    def _slabs(self) -> Generator[tuple[int, int, RecordBuffer]]:
+        """The first neuron of each slab, the one behind its last, and where they are, until the next is asked for."""
+        count = self._store.layout.count
+        buffers = self._memory.buffers(self._store.layout)
+        size = buffers[0].slots
+        pending: PendingRead | None = None
+        try:
+            pending = self._begin(0, buffers[0])
+            for number, start in enumerate(range(0, count, size)):
+                arrived, pending, end = pending, None, min(start + size, count)
+                assert arrived is not None
+                arrived.wait()
+                if end < count:
+                    pending = self._begin(end, buffers[(number + 1) % 2])
+                yield start, end, buffers[number % 2]
+        finally:
+            if pending is not None:
+                pending.wait()  # nothing is read into memory that others use
+
+    def _begin(self, start: int, buffer: RecordBuffer) -> PendingRead:
+        records = np.arange(start, min(start + buffer.slots, self._store.layout.count))
+        return self._store.read(records, buffer, records - start)
+
+
+class _Slab:
+    """A slab as a store: its neurons are copied from memory."""
+
+    def __init__(self, buffer: RecordBuffer, start: int) -> None:
+        self.layout = buffer.layout
+        self.counters = StoreCounters()
+        self._buffer, self._start = buffer, start
+
+    def read(self, records: Indices, buffer: RecordBuffer, slots: Indices) -> PendingRead:
+        buffer.copy_from(self._buffer, records - self._start, slots)
+        return FinishedRead()
+
+    def close(self) -> None:
+        """There is nothing to let go of."""
+
 
 EXACT_FROM = 32
 """Tokens of a forward from which all neurons are computed: reading them in order then costs less than finding out which
@@ -45,15 +213,10 @@ class SparseOptions:
     Attributes:
         capacity: neurons of one block that memory has room for.
         exact_from: tokens of a forward from which it is computed exactly.
-        own_neurons_only: whether a token's result depends on the neurons predicted for it and no others, so that it is
-            the same at each computation. Otherwise, as in the paper, tokens gain from what happens to be in memory.
-        window_forwards: the paper's fixed window, see `ActiveWindow`.
     """
 
     capacity: int
     exact_from: int = EXACT_FROM
-    own_neurons_only: bool = True
-    window_forwards: int | None = None
 
 
 @dataclass
@@ -107,7 +270,7 @@ class SparseFeedForward(nn.Module):
         self.counters = NeuronCounters(store.layout.count)
         self.matrix = NeuronMatrix(store.layout, min(options.capacity, store.layout.count), self._biases)
         self._rows = self._products.rows(self.matrix.buffer, {role: self.matrix.values(role) for role in self._biases})
-        self._window = ActiveWindow(self.matrix, options.window_forwards)
+        self._window = ActiveWindow(self.matrix)
         self._exact = ExactPass(self._products, self._biases, store, shared.slabs)
 
     @property
@@ -148,22 +311,18 @@ class SparseFeedForward(nn.Module):
         expected = self._shared.tokens.expected(len(hidden_TH))
         kept = None if expected is None else _neurons_of(selected_TN[torch.from_numpy(expected)])
         self.counters.count_forward(selected_TN, len(needed))
-        everything = not self._options.own_neurons_only and len(needed) <= self.matrix.capacity
         result_TH = torch.zeros_like(hidden_TH)
         for portion in self._window.portions(needed, kept):
-            result_TH += self._compute_portion(hidden_TH, selected_TN, portion, everything)
+            result_TH += self._compute_portion(hidden_TH, selected_TN, portion)
         return self._products.with_bias(result_TH)
 
-    def _compute_portion(
-        self, hidden_TH: torch.Tensor, selected_TN: torch.Tensor, portion: Portion, everything: bool
-    ) -> torch.Tensor:
-        """The sum over a portion's neurons; with `everything`, over all in memory."""
+    def _compute_portion(self, hidden_TH: torch.Tensor, selected_TN: torch.Tensor, portion: Portion) -> torch.Tensor:
+        """The sum over a portion's neurons."""
         matrix, products = self.matrix, self._products
         matrix.delete(portion.leaving)
         there = matrix.num_used
         pending = matrix.append(portion.joining, self._store)
-        neurons = np.sort(matrix.neurons) if everything else portion.needed
-        places = torch.from_numpy(matrix.row_of[neurons])
+        places = torch.from_numpy(matrix.row_of[portion.needed])
         is_new = places >= there
         values_TN = hidden_TH.new_empty(len(hidden_TH), len(places))
         try:
@@ -171,8 +330,8 @@ class SparseFeedForward(nn.Module):
         finally:
             self._finish(pending, portion.joining)
         values_TN[:, is_new] = products.neurons(hidden_TH, self._rows, places[is_new])
-        if self._options.own_neurons_only:
-            values_TN.masked_fill_(~selected_TN[:, torch.from_numpy(neurons)], 0)
+        # A token's result depends on the neurons predicted for it and no others, so that it is always the same.
+        values_TN.masked_fill_(~selected_TN[:, torch.from_numpy(portion.needed)], 0)
         self.counters.read += len(portion.joining)
         self.counters.portions += 1
         return products.down(values_TN, self._rows, places)

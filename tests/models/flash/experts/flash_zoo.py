@@ -10,13 +10,13 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from benchmarks.flash.memory_store import MemoryStore
 from swarm.models.cutting import cut_layers
-from swarm.models.flash.experts.attach import ExpertOptions, attach
+from swarm.models.flash.block_plan import BlockPlan, FlashBlock, take_out
+from swarm.models.flash.experts.attach import attach
 from swarm.models.flash.experts.expert_pool import ExpertPool
 from swarm.models.flash.experts.expert_site import find_experts
-from swarm.models.flash.flash_block import FlashBlock
-from swarm.models.flash.plans.block_plan import BlockPlan, take_out
-from swarm.models.flash.records.weight_store import MemoryStore, WeightStore
+from swarm.models.flash.records import WeightStore
 from tests import zoo
 
 EXPERT_FAMILIES = tuple(family for family, config in zoo.TABLE.items() if any("expert" in name for name in config))
@@ -55,7 +55,6 @@ class FlashModel:
 def flash_model(
     resident: PreTrainedModel,
     share: float,
-    options: ExpertOptions | None = None,
     stored: Callable[[MemoryStore], WeightStore] = lambda store: store,
 ) -> FlashModel:
     """A copy of `resident` with memory for `share` of its experts, at least for two.
@@ -73,5 +72,5 @@ def flash_model(
             blocks.append(FlashBlock(block, plan, take_out(block, plan), kept, store))
     whole = sum(one.store.layout.file_bytes for one in blocks)
     least = 2 * blocks[0].store.layout.stride
-    pools = attach(blocks, max(least, int(share * whole)), options)
+    pools = attach(blocks, max(least, int(share * whole)))
     return FlashModel(model, [one.store for one in blocks], pools)

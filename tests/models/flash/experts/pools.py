@@ -5,12 +5,11 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from benchmarks.flash.memory_store import MemoryStore
 from swarm.errors import DriveFailed
-from swarm.models.flash.experts.expert_cache import ExpertCache
-from swarm.models.flash.experts.expert_pool import ExpertPool
-from swarm.models.flash.records.record_layout import RecordLayout
-from swarm.models.flash.records.weight_store import MemoryStore
-from swarm.models.flash.stay_priority import TwoSpeedFrequency
+from swarm.models.flash.experts.expert_pool import ExpertCache, ExpertPool
+from swarm.models.flash.records import RecordLayout
+from swarm.models.flash.stay_priority import DecayedFrequency
 
 BLOCKS, EXPERTS = 3, 8
 
@@ -47,7 +46,7 @@ def slow_stores() -> list[SlowStore]:
     return made
 
 
-def pool_of(slots: int, group: int = 1, rule=TwoSpeedFrequency) -> ExpertPool:
+def pool_of(slots: int, group: int = 1, rule=DecayedFrequency) -> ExpertPool:
     return ExpertPool(slow_stores(), ExpertCache(slots, rule(BLOCKS, EXPERTS), group))
 
 

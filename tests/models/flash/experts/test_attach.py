@@ -7,11 +7,10 @@ import torch
 from torch import nn
 
 from swarm.errors import NotEnoughMemory
+from swarm.models.flash.block_plan import FlashBlock, take_out
 from swarm.models.flash.experts.attach import MIN_SLOTS, attach, slots_of_layouts
 from swarm.models.flash.experts.expert_site import find_experts
-from swarm.models.flash.flash_block import FlashBlock
-from swarm.models.flash.plans.block_plan import take_out
-from swarm.models.flash.records.record_layout import RecordLayout
+from swarm.models.flash.records import RecordLayout
 from tests.models.flash.experts.flash_zoo import flash_model, memory_store, resident_model
 
 

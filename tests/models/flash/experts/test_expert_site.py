@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
+from swarm.models.flash.block_plan import RecordKind, TakenOut, take_out
 from swarm.models.flash.experts.expert_site import EXPERTS, ExpertCall, expert_call, find_experts
-from swarm.models.flash.plans.block_plan import RecordKind, TakenOut, take_out
 from tests import zoo
 from tests.models.flash.experts.flash_zoo import EXPERT_FAMILIES, layers_of
 
@@ -35,10 +34,9 @@ class OtherExperts(nn.Module):
         return torch.bmm(gate * up, self.down_proj).view(-1, 8)
 
 
-@pytest.mark.parametrize("family", EXPERT_FAMILIES)
-def test_the_experts_of_every_family_are_found_in_the_blocks_that_have_some(family):
+def test_the_experts_of_every_family_are_found_in_the_blocks_that_have_some():
     found = 0
-    for block in meta_layers(family):
+    for block in (layer for family in EXPERT_FAMILIES for layer in meta_layers(family)):
         has_experts = any(parameter.dim() == 3 for parameter in block.parameters())
         plan = find_experts(block)
         assert (plan is not None) == has_experts
@@ -52,12 +50,11 @@ def test_the_experts_of_every_family_are_found_in_the_blocks_that_have_some(fami
         taken = take_out(block, plan)
         assert counts == {taken[EXPERTS].num_experts}
         assert isinstance(block.get_submodule(plan.modules[EXPERTS]), TakenOut)
-    assert found
+    assert found >= len(EXPERT_FAMILIES)
 
 
-@pytest.mark.parametrize("family", ["llama", "opt", "gpt2", "bloom"])
-def test_dense_blocks_have_none(family):
-    assert all(find_experts(block) is None for block in meta_layers(family))
+def test_dense_blocks_have_none():
+    assert all(find_experts(block) is None for family in ("llama", "opt", "gpt2") for block in meta_layers(family))
 
 
 def test_biases_are_parts_of_the_records():

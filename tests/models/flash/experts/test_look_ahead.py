@@ -10,11 +10,10 @@ import torch
 from torch import nn
 
 from swarm.models.flash.experts import look_ahead
-from swarm.models.flash.experts.attach import ExpertOptions
 from swarm.models.flash.experts.expert_site import find_experts
 from swarm.models.flash.experts.look_ahead import MIN_CHANCE, LookAhead, find_router, likeliest_experts
 from tests import zoo
-from tests.models.flash.experts.flash_zoo import EXPERT_FAMILIES, flash_model, layers_of, resident_model
+from tests.models.flash.experts.flash_zoo import flash_model, layers_of, resident_model
 from tests.models.flash.experts.pools import EXPERTS, pool_of, visit
 
 
@@ -22,19 +21,6 @@ from tests.models.flash.experts.pools import EXPERTS, pool_of, visit
 def sure(monkeypatch):
     """Whatever is guessed is read ahead."""
     monkeypatch.setattr(look_ahead, "MIN_CHANCE", 0.0)
-
-
-@pytest.mark.usefixtures("sure")
-@pytest.mark.parametrize("family", EXPERT_FAMILIES)
-def test_every_family_reads_ahead_and_computes_the_same(family):
-    resident = resident_model(family)
-    flash = flash_model(resident, 0.5, ExpertOptions(look_ahead=True))
-    assert zoo.greedy_texts(flash.model) == zoo.greedy_texts(resident)
-    counters = flash.pools[0].counters
-    assert counters.look_ahead_reads > 0
-    assert 0 < counters.look_ahead_hits <= counters.look_ahead_reads
-    read = counters.misses + counters.look_ahead_reads
-    assert flash.pools[0].bytes_read == read * flash.pools[0].buffer.layout.stride
 
 
 def test_the_router_beside_the_experts_is_found():
@@ -49,7 +35,7 @@ def test_the_router_beside_the_experts_is_found():
 
 @pytest.mark.usefixtures("sure")
 def test_a_prompt_reads_nothing_ahead():
-    flash = flash_model(resident_model("mixtral"), 0.5, ExpertOptions(look_ahead=True))
+    flash = flash_model(resident_model("mixtral"), 0.5)
     with torch.inference_mode():
         flash.model(torch.tensor([zoo.PROMPTS[1]]))
     assert flash.pools[0].counters.look_ahead_reads == 0
@@ -60,7 +46,7 @@ def test_a_block_whose_router_is_not_known_is_left_out():
     resident = resident_model("mixtral")
     for block in layers_of(resident)[::2]:
         block.mlp.second = nn.Linear(32, 4)
-    flash = flash_model(resident, 0.5, ExpertOptions(look_ahead=True))
+    flash = flash_model(resident, 0.5)
     assert zoo.greedy_texts(flash.model, 4) == zoo.greedy_texts(resident, 4)
     assert flash.pools[0].counters.look_ahead_reads == 0
 

@@ -13,9 +13,9 @@ from swarm.models.block_loading import load_block
 from swarm.models.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from swarm.models.flash.files import preparation
 from swarm.models.flash.files.block_files import PackedModel
-from swarm.models.flash.files.planned_blocks import PlannedBlock, PlanOf, plan_span
 from swarm.models.flash.files.prepared_block import PreparedBlock, open_block
-from swarm.models.flash.records.record_buffer import RecordBuffer
+from swarm.models.flash.planned_blocks import PlannedBlock, PlanOf, plan_span
+from swarm.models.flash.records import RecordBuffer
 from tests import zoo
 from tests.models.flash.largest_plan import plan_largest
 

@@ -13,11 +13,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from swarm.errors import PackedFileError
+from swarm.models.flash.block_plan import BlockPlan, RecordKind
 from swarm.models.flash.files import manifest as manifests
 from swarm.models.flash.files.block_files import PackedModel
-from swarm.models.flash.files.content_digests import PART_BYTES, number_of_parts
-from swarm.models.flash.files.manifest import FileContent, Manifest, check_identity, encode_sealed, read_manifest
-from swarm.models.flash.plans.block_plan import BlockPlan, RecordKind
+from swarm.models.flash.files.manifest import (
+    PART_BYTES,
+    FileContent,
+    Manifest,
+    PartDigests,
+    check_identity,
+    encode_sealed,
+    number_of_parts,
+    read_manifest,
+    verify_parts,
+)
 
 DIGEST = "0" * 64
 PLAN = BlockPlan(
@@ -175,3 +184,62 @@ def test_the_largest_manifest_that_can_be_written_can_be_read(model, tmp_path):
     (tmp_path / "file").write_bytes(encode_sealed(huge))
     assert len(encode_sealed(huge)) < manifests.MAX_MANIFEST_BYTES
     assert read_manifest(tmp_path / "file") == huge
+
+
+DATA = bytes(range(256)) * 5
+
+
+@pytest.fixture
+def small_parts(monkeypatch):
+    monkeypatch.setattr(manifests, "PART_BYTES", 300)
+    monkeypatch.setattr(manifests, "READ_BYTES", 77)
+
+
+def digests_of(data: bytes) -> tuple[str, ...]:
+    digests = PartDigests()
+    digests.update(memoryview(data))
+    return digests.finish()
+
+
+@pytest.fixture
+def path(tmp_path, small_parts):
+    (tmp_path / "block").write_bytes(DATA)
+    return tmp_path / "block"
+
+
+def test_every_byte_is_compared_and_counted(path):
+    counted = []
+    verify_parts(path, digests_of(DATA), counted.append)
+    assert sum(counted) == len(DATA)
+    assert len(counted) == number_of_parts(len(DATA)) == 5
+
+
+@pytest.mark.parametrize(("byte", "place"), [(0, "at its beginning"), (299, "at its beginning"), (1279, "from 1.2 KB")])
+def test_a_changed_bit_is_found_and_its_part_is_named(path, byte, place):
+    changed = bytearray(DATA)
+    changed[byte] ^= 1
+    path.write_bytes(changed)
+    with pytest.raises(PackedFileError, match=place):
+        verify_parts(path, digests_of(DATA))
+
+
+def test_a_shorter_file_is_found(path):
+    path.write_bytes(DATA[:-1])
+    with pytest.raises(PackedFileError):
+        verify_parts(path, digests_of(DATA))
+
+
+def test_a_missing_file_is_a_system_error(path):
+    path.unlink()
+    with pytest.raises(FileNotFoundError):
+        verify_parts(path, digests_of(DATA))
+
+
+@given(st.lists(st.binary(max_size=700), max_size=6))
+def test_digests_do_not_depend_on_how_data_arrives(pieces):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(manifests, "PART_BYTES", 300)
+        digests = PartDigests()
+        for piece in pieces:
+            digests.update(memoryview(piece))
+        assert digests.finish() == digests_of(b"".join(pieces))

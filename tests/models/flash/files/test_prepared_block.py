@@ -11,14 +11,14 @@ import torch
 
 from swarm.data_structures import Span
 from swarm.errors import PackedFileError
+from swarm.models.flash.block_plan import RecordKind
 from swarm.models.flash.files import record_writing
 from swarm.models.flash.files.block_files import PackedModel, flash_root
 from swarm.models.flash.files.manifest import encode_sealed, read_manifest
-from swarm.models.flash.files.planned_blocks import PlannedBlock
 from swarm.models.flash.files.preparation import add_predictor
 from swarm.models.flash.files.prepared_block import open_block
-from swarm.models.flash.plans.block_plan import RecordKind
-from swarm.models.flash.streaming.streamed_site import plan_streamed
+from swarm.models.flash.planned_blocks import PlannedBlock
+from swarm.models.flash.streaming import plan_streamed
 from tests.models.flash.files.preparations import assert_holds_block, make_checkpoint, packed, planned_block, prepare
 from tests.models.flash.largest_plan import plan_largest
 
@@ -47,8 +47,7 @@ def flip_bit(path, place: float) -> None:
     path.write_bytes(data)
 
 
-@pytest.mark.parametrize("place", [0, 0.2, 0.5, 1])
-@pytest.mark.parametrize("part", ["records", "resident", "manifest"])
+@pytest.mark.parametrize(("part", "place"), [("records", 0), ("records", 1), ("resident", 0.5), ("manifest", 0.2)])
 def test_a_flipped_bit_is_found(model, part, place, planned):
     flip_bit(getattr(model.files(BLOCK, RecordKind.NEURONS), part), place)
     with pytest.raises(PackedFileError) as caught:
@@ -62,8 +61,7 @@ def test_a_flipped_bit_is_found(model, part, place, planned):
 ENDINGS = {"records": "records", "resident": "resident.safetensors", "manifest": "json"}
 
 
-@pytest.mark.parametrize("part", ["records", "resident"])
-@pytest.mark.parametrize("length", [-1, 0, 1])
+@pytest.mark.parametrize(("part", "length"), [("records", -1), ("records", 1), ("resident", 0)])
 def test_another_length_is_found_without_reading(model, monkeypatch, part, length, planned):
     path = getattr(model.files(BLOCK, RecordKind.NEURONS), part)
     size = path.stat().st_size
@@ -217,8 +215,7 @@ def test_a_newer_predictor_replaces_an_older_one(with_predictor, planned):
     assert safetensors.torch.load_file(prepared.predictor())["first"].tolist() == [0, 0]
 
 
-@pytest.mark.parametrize("part", ["predictor", "predictor_entry"])
-@pytest.mark.parametrize("place", [0, 0.5, 1])
+@pytest.mark.parametrize(("part", "place"), [("predictor", 0.5), ("predictor", 1), ("predictor_entry", 0.5)])
 def test_a_flipped_bit_in_a_predictor_is_found(with_predictor, part, place, planned):
     flip_bit(getattr(with_predictor.files(BLOCK, RecordKind.NEURONS), part), place)
     with pytest.raises(PackedFileError):

@@ -19,9 +19,9 @@ import torch
 
 from swarm.data_structures import Span
 from swarm.errors import PackedFileError
+from swarm.models.flash.block_plan import RecordKind
 from swarm.models.flash.files.block_files import packed_files
 from swarm.models.flash.files.inventory import remove_stored, stored_models
-from swarm.models.flash.plans.block_plan import RecordKind
 from tests.models.flash.files.preparations import assert_holds_block, make_checkpoint, open_packed, packed, prepare
 from tests.models.flash.files.preparing_process import STOPPED
 from tests.models.flash.largest_plan import plan_largest

@@ -14,10 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load as load_safetensors
 
-from swarm.models.flash.files import content_digests, record_writing
-from swarm.models.flash.records.record_buffer import RecordBuffer
-from swarm.models.flash.records.record_layout import RecordLayout
-from swarm.models.flash.records.weight_store import MemoryStore
+from benchmarks.flash.memory_store import MemoryStore
+from swarm.models.flash.files import manifest as manifests
+from swarm.models.flash.files import record_writing
+from swarm.models.flash.records import RecordBuffer, RecordLayout
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -99,7 +99,7 @@ def test_other_tensors_are_a_safetensors_file(dtype):
 
 @pytest.mark.parametrize("size", [0, 1, 99, 100, 101, 250])
 def test_a_file_and_its_digests(tmp_path, monkeypatch, size):
-    monkeypatch.setattr(content_digests, "PART_BYTES", 100)
+    monkeypatch.setattr(manifests, "PART_BYTES", 100)
     monkeypatch.setattr(record_writing, "WRITE_BYTES", 30)
     data = torch.randint(256, (size,), dtype=torch.uint8)
     content = record_writing.write_file(tmp_path / "file", iter(data.split(70)))
@@ -108,7 +108,7 @@ def test_a_file_and_its_digests(tmp_path, monkeypatch, size):
     assert content.size == size
     parts = [written[start : start + 100] for start in range(0, size, 100)]
     assert list(content.parts) == [hashlib.sha256(part).hexdigest() for part in parts]
-    content_digests.verify_parts(tmp_path / "file", content.parts)
+    manifests.verify_parts(tmp_path / "file", content.parts)
 
 
 @given(st.lists(st.integers(0, 20_000), max_size=8), st.sampled_from([4096, 12288, 30]))

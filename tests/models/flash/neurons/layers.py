@@ -7,13 +7,19 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from benchmarks.flash.memory_store import MemoryStore
+from swarm.models.flash.block_plan import BlockPlan, take_out
 from swarm.models.flash.neurons.active_window import ForwardTokens
-from swarm.models.flash.neurons.exact_pass import SlabMemory
 from swarm.models.flash.neurons.feed_forward_site import find_sparse_feed_forward
 from swarm.models.flash.neurons.predictor import NeuronPredictor
-from swarm.models.flash.neurons.sparse_feed_forward import SpanShared, SparseFeedForward, SparseOptions, attach
-from swarm.models.flash.plans.block_plan import BlockPlan, take_out
-from swarm.models.flash.records.weight_store import MemoryStore, WeightStore
+from swarm.models.flash.neurons.sparse_feed_forward import (
+    SlabMemory,
+    SpanShared,
+    SparseFeedForward,
+    SparseOptions,
+    attach,
+)
+from swarm.models.flash.records import WeightStore
 
 HIDDEN, NEURONS = 16, 40
 

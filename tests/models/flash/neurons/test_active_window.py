@@ -6,11 +6,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.flash.memory_store import MemoryStore
 from swarm.models.flash.neurons.active_window import STAYING_BONUS, ActiveWindow, ForwardTokens
 from swarm.models.flash.neurons.neuron_matrix import NeuronMatrix
-from swarm.models.flash.records.record_layout import RecordLayout
-from swarm.models.flash.records.weight_store import MemoryStore
-from swarm.models.flash.stay_priority import SLOW_HALF_LIFE
+from swarm.models.flash.records import RecordLayout
+from swarm.models.flash.stay_priority import HALF_LIFE
 
 NEURONS = 30
 TENSORS = {"up": torch.arange(NEURONS * 2, dtype=torch.float32).view(NEURONS, 2)}
@@ -113,7 +113,7 @@ def test_what_leaves_is_needed_no_more_often_than_what_stays(
     counts = dict.fromkeys(range(NEURONS), 0.0)
     for is_prompt, some in forwards:
         needed = set(sorted(some)[:capacity])
-        counts = {neuron: count * 0.5 ** (1 / SLOW_HALF_LIFE) for neuron, count in counts.items()}
+        counts = {neuron: count * 0.5 ** (1 / HALF_LIFE) for neuron, count in counts.items()}
         for neuron in needed:
             counts[neuron] += 1
         before = memory.held

@@ -5,8 +5,8 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModel
 
+from swarm.models.flash.block_plan import RecordKind
 from swarm.models.flash.neurons.feed_forward_site import find_sparse_feed_forward, put_in_place
-from swarm.models.flash.plans.block_plan import RecordKind
 
 SMALL = {
     "vocab_size": 64,

@@ -5,9 +5,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.flash.memory_store import MemoryStore
 from swarm.models.flash.neurons.neuron_matrix import ABSENT, NeuronMatrix
-from swarm.models.flash.records.record_layout import RecordLayout
-from swarm.models.flash.records.weight_store import MemoryStore
+from swarm.models.flash.records import RecordLayout
 
 NEURONS, HIDDEN, CAPACITY = 24, 5, 12
 AXES = {"up": 0, "down": 1}

@@ -6,17 +6,15 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
-from torch import nn
 
 from swarm.errors import PackedFileError
 from swarm.models.flash.neurons.predictor import (
-    ActivationPredictor,
     CalibratedPredictor,
     LowRankPredictor,
+    Sparsity,
     encode_predictor,
     load_predictor,
 )
-from swarm.models.flash.sparsity import Sparsity
 
 HIDDEN, NEURONS, RANK = 8, 20, 3
 
@@ -35,20 +33,36 @@ def test_neurons_above_the_threshold_are_selected() -> None:
     assert torch.equal(predictor.select(hidden), scores > 0.25)
 
 
-def test_the_activation_predictor_selects_exactly_what_is_not_zero() -> None:
-    linear = nn.Linear(HIDDEN, NEURONS)
-    hidden = torch.randn(5, HIDDEN)
-    predictor = ActivationPredictor(linear.weight, linear.bias, nn.ReLU())
-    assert torch.equal(predictor.select(hidden), torch.relu(linear(hidden)) != 0)
+@pytest.mark.parametrize(
+    ("two_tokens", "reads", "message"),
+    [
+        (0.0, ((0.5, 0.1),), "between 0 and 1"),
+        (0.5, (), "lie between"),
+        (0.5, ((0.5, 1.5),), "lie between"),
+        (0.5, ((1.0, 0.1),), "lie between"),
+        (0.5, ((0.5, 0.1), (0.5, 0.1)), "never reads more"),
+        (0.5, ((0.25, 0.1), (0.5, 0.2)), "never reads more"),
+    ],
+)
+def test_shares_that_cannot_be_are_refused(two_tokens, reads, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        Sparsity(two_tokens, reads)
 
 
-READS = {1: ((0.25, 0.04), (0.5, 0.01)), 4: ((0.25, 0.1), (0.5, 0.05))}
+def test_what_is_read_is_linear_between_what_was_measured() -> None:
+    sparsity = Sparsity(0.3, ((0.0, 0.2), (0.25, 0.08), (0.5, 0.04)))
+    assert [sparsity.read(memory) for memory in (0, 0.25, 0.375, 0.5, 0.75, 1)] == pytest.approx(
+        [0.2, 0.08, 0.06, 0.04, 0.02, 0]
+    )
+
+
+SPARSITY = Sparsity(0.15, ((0.0, 0.1), (0.25, 0.04), (0.5, 0.01)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_saved_predictor_is_the_same_when_it_is_loaded(tmp_path: Path, dtype: torch.dtype) -> None:
     saved = make_predictor().to(dtype)
-    calibrated = CalibratedPredictor(saved, Sparsity((0.1, 0.15), {2: 0.17, 4: 0.3}, READS), 0.99, 0.001)
+    calibrated = CalibratedPredictor(saved, SPARSITY, 0.99, 0.001)
     (tmp_path / "predictor").write_bytes(encode_predictor(calibrated, "digest"))
     again = load_predictor(tmp_path / "predictor", "digest", HIDDEN, NEURONS)
     assert (again.sparsity, again.recall, again.perplexity_loss) == (calibrated.sparsity, 0.99, 0.001)
@@ -61,8 +75,8 @@ def test_a_saved_predictor_is_the_same_when_it_is_loaded(tmp_path: Path, dtype: 
 def write(path: Path, change: dict[str, torch.Tensor], **metadata: object) -> None:
     predictor = make_predictor()
     tensors = {"first": predictor.first, "second": predictor.second, "bias": predictor.bias, **change}
-    header = {"format": "swarm neuron predictor 1", "block_digest": "digest", "threshold": 0.25, **metadata}
-    header = {"recall": 0.9, "tokens": [0.1], "sessions": [], "perplexity_loss": None, **header}
+    header = {"format": "swarm neuron predictor 2", "block_digest": "digest", "threshold": 0.25, **metadata}
+    header = {"recall": 0.9, "two_tokens": 0.15, "reads": [[0, 0.1]], "perplexity_loss": None, **header}
     save_file(tensors, path, metadata={"predictor": json.dumps(header)})
 
 
@@ -74,10 +88,10 @@ def write(path: Path, change: dict[str, torch.Tensor], **metadata: object) -> No
         ({}, {"threshold": float("nan")}, "of this version"),
         ({}, {"threshold": "1"}, "of this version"),
         ({}, {"recall": 2}, "of this version"),
-        ({}, {"tokens": []}, "at least the share"),
-        ({}, {"tokens": [0.2, 0.1]}, "more tokens never"),
-        ({}, {"tokens": [0.1] * 65}, "of this version"),
-        ({}, {"sessions": [[0, 0.5]]}, "positive"),
+        ({}, {"two_tokens": 2}, "between 0 and 1"),
+        ({}, {"reads": []}, "lie between"),
+        ({}, {"reads": [[0.5, 0.1, 0.2]]}, "of this version"),
+        ({}, {"reads": [[number / 100, 0.1] for number in range(65)]}, "of this version"),
         ({"first": torch.randn(RANK, HIDDEN + 1)}, {}, "no predictor for"),
         ({"first": torch.randn(RANK)}, {}, "no predictor for"),
         ({"first": torch.zeros(0, HIDDEN), "second": torch.zeros(NEURONS, 0)}, {}, "no predictor for"),
@@ -94,7 +108,7 @@ def test_a_predictor_that_does_not_fit_is_refused(
         load_predictor(tmp_path / "predictor", "digest", HIDDEN, NEURONS)
 
 
-@pytest.mark.parametrize("dtype", [torch.int64, torch.uint8, torch.float64, torch.float8_e4m3fn])
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float8_e4m3fn])
 def test_a_predictor_of_another_type_is_refused(tmp_path: Path, dtype: torch.dtype) -> None:
     """Whole numbers would fail at the first token, while serving."""
     predictor = make_predictor()
@@ -107,7 +121,7 @@ def test_a_predictor_of_another_type_is_refused(tmp_path: Path, dtype: torch.dty
 @pytest.mark.parametrize("loss", [float("nan"), float("inf")])
 def test_a_loss_that_is_not_finite_was_not_measured(tmp_path: Path, loss: float) -> None:
     """As that of a model in fp16 may be; the predictor is good nevertheless."""
-    calibrated = CalibratedPredictor(make_predictor(), Sparsity((0.1,)), 0.99, loss)
+    calibrated = CalibratedPredictor(make_predictor(), SPARSITY, 0.99, loss)
     (tmp_path / "predictor").write_bytes(encode_predictor(calibrated, "digest"))
     assert load_predictor(tmp_path / "predictor", "digest", HIDDEN, NEURONS).perplexity_loss is None
 

@@ -1,1 +1,0 @@
-"""Plans: which of a block's tensors become records, and the block without them."""

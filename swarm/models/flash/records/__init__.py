@@ -1,1 +1,0 @@
-"""Records: what is needed together, side by side in files and in memory."""
