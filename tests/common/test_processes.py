@@ -33,7 +33,7 @@ def test_nothing_is_imported_from_the_working_directory(tmp_path):
 
 def test_the_package_is_found_where_it_is_not_installed(tmp_path):
     """Such as in a checkout that is run as it is: `-I` hides what is installed, and where this process looks."""
-    python, *rest = module_command("swarm.common.processes")
+    python, *rest = module_command("swarm.common.units")
     done = subprocess.run([python, "-I", "-S", *rest], capture_output=True, text=True, check=False, cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
 

@@ -110,9 +110,10 @@ def test_closing_ends_what_is_being_made(folder):
     process = PromptProcess(str(folder))
     process.require_loaded()
     worker = psutil.Process(process._process.pid)
+    used = worker.cpu_times().user
     with ThreadPoolExecutor(1) as pool:
         asked = pool.submit(process.conversation, [{"role": "user", "content": "loop"}])
-        wait_until(process._lock.locked)
+        wait_until(lambda: worker.cpu_times().user > used + 0.1)
         process.close()
         with pytest.raises(ChatTemplateError):
             asked.result()
