@@ -15,8 +15,8 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from swarm.client.chain.chain import Chain
+from swarm.client.config import RequestOptions
 from swarm.client.hops.session_constants import SessionContext
-from swarm.client.wire.request_options import RequestOptions
 from swarm.data_structures import Span, WireFormat
 from swarm.models.checkpoints.checkpoint import open_checkpoint
 from swarm.models.execution.span_model import SpanModel

@@ -18,9 +18,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from swarm.client.chain.chain import Chain
+from swarm.client.config import RequestOptions
 from swarm.client.hops.session_constants import SessionContext
 from swarm.client.wire.packed_hidden import PackedHidden
-from swarm.client.wire.request_options import RequestOptions
 from swarm.data_structures import Hop, Route, Span, StepLayout, WireFormat
 from swarm.models.checkpoints.checkpoint import open_checkpoint
 from swarm.models.execution.span_model import SpanModel

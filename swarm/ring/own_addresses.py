@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-from swarm.protocol.messages.worker import MAX_ADDRESSES
+from swarm.protocol.messages.peers import MAX_ADDRESSES
 from swarm.transport.addresses import is_loopback, sort_by_reach
 
 MAX_ADDRESS_CHARACTERS = 128

@@ -19,9 +19,7 @@ from swarm.routing.cost_model import (
     is_nearer_over_client,
     route_seconds,
 )
-from swarm.routing.link_trust import LinkTrust
-from swarm.routing.measured_overruns import MeasuredOverruns
-from swarm.routing.peer_health import PeerHealth
+from swarm.routing.peer_health import LinkTrust, MeasuredOverruns, PeerHealth
 from swarm.routing.round_trips import RoundTrips
 from swarm.routing.swarm_snapshot import SwarmSnapshot
 

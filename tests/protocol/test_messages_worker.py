@@ -13,7 +13,7 @@ from swarm.errors import ProtocolViolation
 from swarm.protocol import messages
 from swarm.protocol.framing import MAX_HEADER_BYTES
 from swarm.protocol.messages.fields import MAX_BLOCKS_PER_REQUEST
-from swarm.protocol.messages.worker import MAX_ADDRESSES, MAX_HOLDERS
+from swarm.protocol.messages.peers import MAX_ADDRESSES, MAX_HOLDERS
 
 KINDS = list(messages.WorkerMessage.__args__)
 SHARED = {messages.Refusal, messages.ProbeRequest, messages.ProbeReply}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarm.routing.link_trust import DISTRUST_S, MAX_PARTNERS, PARTNER_PENALTY_S, LinkTrust
+from swarm.routing.peer_health import DISTRUST_S, MAX_PARTNERS, PARTNER_PENALTY_S, LinkTrust
 
 peers = st.sampled_from("abcdef")
 pairs = st.lists(st.tuples(peers, peers).filter(lambda pair: pair[0] != pair[1]), max_size=12)

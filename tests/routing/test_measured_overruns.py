@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarm.routing.measured_overruns import FORGET_AFTER_S, HALF_LIFE_S, KEPT_STEPS, MAX_OVERRUN_S, MeasuredOverruns
+from swarm.routing.peer_health import FORGET_AFTER_S, HALF_LIFE_S, KEPT_STEPS, MAX_OVERRUN_S, MeasuredOverruns
 
 times = st.floats(-100.0, 100.0)
 

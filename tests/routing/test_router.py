@@ -6,8 +6,7 @@ import pytest
 
 from swarm.data_structures import Hop, Route, Span
 from swarm.errors import MissingBlocks
-from swarm.routing.measured_overruns import HALF_LIFE_S
-from swarm.routing.peer_health import RETRY_AFTER_S, PeerFailure
+from swarm.routing.peer_health import HALF_LIFE_S, RETRY_AFTER_S, PeerFailure
 from swarm.routing.router import Router
 from swarm.routing.swarm_snapshot import DEFAULT_ROUND_TRIP_S
 from tests.infos import server_info

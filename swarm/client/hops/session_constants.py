@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from swarm.client.config import RequestOptions
 from swarm.client.routes.events import EventListener, ignore_events
 from swarm.client.routes.route_source import RouteSource
 from swarm.client.wire.adapter_upload import AdapterUpload
-from swarm.client.wire.request_options import RequestOptions
 from swarm.data_structures import Span
 from swarm.transport.stream import Network
 

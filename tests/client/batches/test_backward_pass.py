@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from swarm.client.batches.backward_pass import backward_batches
-from swarm.client.batches.forward_pass import ForwardTrace, MicroBatch, PassContext, forward_batches
 from swarm.client.batches.hop_requests import HopRequester
+from swarm.client.batches.passes import ForwardTrace, MicroBatch, PassContext, backward_batches, forward_batches
 from swarm.client.wire.adapter_upload import pack_adapter
 from swarm.client.wire.packed_hidden import PackedHidden
 from swarm.data_structures import Hop, Route, Span, StepLayout, WireFormat

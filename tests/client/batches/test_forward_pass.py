@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from swarm.client.batches.forward_pass import MicroBatch, PassContext, forward_batches
 from swarm.client.batches.hop_requests import HopRequester
+from swarm.client.batches.passes import MicroBatch, PassContext, forward_batches
 from swarm.client.wire.packed_hidden import PackedHidden
 from swarm.data_structures import Hop, Route, Span, StepLayout, WireFormat
 from swarm.errors import AdapterRefused, MemoryFull, MissingBlocks, NotFiniteOutputs, SuspectOutputs, TooLong

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarm.client.batches.gradient_packing import pack_scaled, unpack_scaled
+from swarm.client.batches.hop_requests import pack_scaled, unpack_scaled
 from swarm.data_structures import WireFormat
 
 PRECISION = {WireFormat.NONE: 0.0, WireFormat.FLOAT16: 2**-11, WireFormat.BFLOAT16: 2**-8}

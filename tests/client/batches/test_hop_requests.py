@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from swarm.client.batches.hop_requests import MAX_REQUESTS_IN_FLIGHT, HopRequester
+from swarm.client.config import RequestOptions
 from swarm.client.wire.adapter_upload import PackedAdapter, pack_adapter
 from swarm.client.wire.packed_hidden import PackedHidden
-from swarm.client.wire.request_options import RequestOptions
 from swarm.data_structures import Span, StepLayout, WireFormat
 from swarm.errors import AdapterRefused, PeerLost, PeerTimeout, ProtocolViolation, RemoteError, WrongDtype
 from swarm.models.adapters.block_adapter import BlockAdapterWeights

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from swarm.client.batches.micro_batches import split_into_micro_batches
+from swarm.client.batches.passes import split_into_micro_batches
 from swarm.client.chain.prompt_chunks import MAX_CHUNK_TOKENS
 from swarm.data_structures import ServerInfo
 from tests.infos import server_info

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from swarm.client.batches.stream_pool import IDLE_TIMEOUT_S, MAX_IDLE_STREAMS_PER_SERVER, StreamPool
+from swarm.client.batches.hop_requests import IDLE_TIMEOUT_S, MAX_IDLE_STREAMS_PER_SERVER, StreamPool
 from swarm.errors import PeerLost, PeerTimeout
 from swarm.protocol import messages
 from tests.client.fakes import run

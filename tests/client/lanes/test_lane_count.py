@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarm.client.lanes.lane_count import MAX_LANES, choose_lane_count, split_sequences, validate_lane_count
+from swarm.client.lanes.generate_in_lanes import MAX_LANES, choose_lane_count, split_sequences, validate_lane_count
 from swarm.errors import InvalidOption
 
 

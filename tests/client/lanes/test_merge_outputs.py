@@ -8,8 +8,7 @@ import pytest
 import torch
 from transformers.generation.utils import GenerateBeamDecoderOnlyOutput, GenerateDecoderOnlyOutput
 
-from swarm.client.lanes.merge_outputs import merge_outputs
-from swarm.client.lanes.split_arguments import LanePlan
+from swarm.client.lanes.generate_in_lanes import LanePlan, merge_outputs
 
 PLAN = LanePlan(sequences=3, num_beams=1, num_return_sequences=1, pad=9, eos=1)
 INF = float("inf")

@@ -19,7 +19,7 @@ from transformers import (
 from transformers.generation.logits_process import EncoderRepetitionPenaltyLogitsProcessor, TemperatureLogitsWarper
 from transformers.generation.streamers import BaseStreamer
 
-from swarm.client.lanes.split_arguments import batch_size, lane_arguments, plan_lanes
+from swarm.client.lanes.generate_in_lanes import batch_size, lane_arguments, plan_lanes
 from swarm.errors import UsageError
 from tests import zoo
 

@@ -4,7 +4,7 @@ import pytest
 
 from swarm.client.config import NetworkOptions
 from swarm.client.model import model_source
-from swarm.client.model.model_source import ModelSource
+from swarm.client.model.auto_model import ModelSource
 from swarm.errors import HubUnreachable, InvalidOption, WeightsUnavailable
 from swarm.models.checkpoints.checkpoint import DEMO_FOLDER
 

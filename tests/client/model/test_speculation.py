@@ -13,7 +13,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, StoppingCriteriaList
 
 from swarm.client.chain.chain import Chain
-from swarm.client.model.speculation import bound_candidates, unseen_length, validate_speculation
+from swarm.client.model.generation_mixin import bound_candidates, unseen_length, validate_speculation
 from swarm.data_structures import StepLayout
 from swarm.errors import UsageError
 from tests.client.conftest import SPANS

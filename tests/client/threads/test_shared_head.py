@@ -8,8 +8,13 @@ from concurrent.futures import Future
 import torch
 from torch import nn
 
-from swarm.client.threads.compute_lock import ComputeLock, ComputeTicket, current_ticket, shared_with_no_lane
-from swarm.client.threads.shared_head import share_head
+from swarm.client.threads.compute_lock import (
+    ComputeLock,
+    ComputeTicket,
+    current_ticket,
+    share_head,
+    shared_with_no_lane,
+)
 from swarm.models.exits.direct_reading import DirectReading
 
 

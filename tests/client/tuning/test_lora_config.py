@@ -12,12 +12,11 @@ import torch
 from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as DEFAULTS
 from transformers import AutoModelForCausalLM
 
-from swarm.client.tuning.lora import new_lora
-from swarm.client.tuning.lora_config import LoraSettings, default_targets, lora_settings, select_targets
+from swarm.client.tuning.lora import LoraSettings, default_targets, lora_settings, new_lora, select_targets
 from swarm.errors import InvalidOption
 from swarm.models.cutting.cut_layers import find_layers
 from swarm.models.cutting.families import causal_lm_class
-from swarm.models.cutting.lora_targets import find_lora_targets
+from swarm.models.cutting.model_inspection import find_lora_targets
 from tests.zoo import BLOCKS, FAMILIES, config_of
 
 

@@ -13,12 +13,11 @@ import torch
 from huggingface_hub import ModelCard
 
 from swarm.client.tuning import saving
-from swarm.client.tuning.lora import new_lora
-from swarm.client.tuning.lora_config import lora_settings, select_targets
+from swarm.client.tuning.lora import lora_settings, new_lora, select_targets
 from swarm.client.tuning.saving import TrainedSnapshot, peft_config, peft_tensors, push, save
 from swarm.models.adapters.adapter_files import read_adapter
 from swarm.models.checkpoints.checkpoint import Checkpoint, open_checkpoint
-from swarm.models.cutting.lora_targets import find_lora_targets
+from swarm.models.cutting.model_inspection import find_lora_targets
 from tests.zoo import BLOCKS, make_checkpoint
 
 HEAD = {"score.weight": torch.arange(96.0).view(3, 32)}

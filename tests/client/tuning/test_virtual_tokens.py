@@ -6,8 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarm.client.tuning.prompted_cache import PromptedCache
-from swarm.client.tuning.virtual_tokens import IGNORED_LABEL, virtual_token_layout
+from swarm.client.tuning.virtual_tokens import IGNORED_LABEL, PromptedCache, virtual_token_layout
 
 COUNT = 3
 VIRTUAL = torch.tensor([-1, -2, -3])

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarm.client.wire.padding import PaddedBatch, pack_hidden, packed_texts, position_offsets, unpack_hidden
+from swarm.client.wire.packed_hidden import PaddedBatch, pack_hidden, packed_texts, position_offsets, unpack_hidden
 from swarm.data_structures import StepLayout, WireFormat
 from swarm.errors import UsageError
 

@@ -23,7 +23,7 @@ from swarm.models.adapters.adapter_batch import (
 )
 from swarm.models.adapters.block_adapter import BlockAdapterWeights, LoraFactors
 from swarm.models.checkpoints.checkpoint import open_checkpoint
-from swarm.models.cutting.lora_targets import linear_size
+from swarm.models.cutting.model_inspection import linear_size
 from swarm.models.execution.session_cache import SessionCache, advance_steps, forward_without_cache
 from swarm.models.execution.span_model import SpanModel
 from swarm.models.execution.trials.forward_trials import choose_forward

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from swarm.errors import ProtocolViolation, RequestRefused
 from swarm.protocol import messages
-from swarm.protocol.messages.reachability import MAX_PORTS
+from swarm.protocol.messages.peers import MAX_PORTS
 
 KINDS = list(messages.ReachabilityMessage.__args__)
 HOST = "81.2.69.142"

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from swarm.errors import ProtocolViolation, WeightsNotShared
 from swarm.protocol import messages
-from swarm.protocol.messages.weights import MAX_PARTS
+from swarm.protocol.messages.peers import MAX_PARTS
 from swarm.shared_weights.manifest import all_parts
 
 KINDS = list(messages.WeightsMessage.__args__)
