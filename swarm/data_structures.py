@@ -71,14 +71,12 @@ class Span:
 
     start: int
     end: int
+    length: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if not 0 <= self.start < self.end:
             raise InvalidSpan(f"{self.start}:{self.end} is not a range of blocks: use START:END with START < END")
-
-    @property
-    def length(self) -> int:
-        return self.end - self.start
+        object.__setattr__(self, "length", self.end - self.start)
 
     def __contains__(self, block: int) -> bool:
         return self.start <= block < self.end
@@ -235,7 +233,11 @@ class Route:
     @property
     def servers(self) -> tuple[ServerInfo, ...]:
         """The servers in order, each once for all of its successive hops."""
-        return tuple(self.hops[run.start].server for run in self.runs)
+        servers: list[ServerInfo] = []
+        for hop in self.hops:
+            if not servers or hop.server.peer_id != servers[-1].peer_id:
+                servers.append(hop.server)
+        return tuple(servers)
 
     @property
     def boundaries(self) -> tuple[int, ...]:

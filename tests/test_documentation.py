@@ -5,10 +5,9 @@ from __future__ import annotations
 import ast
 import configparser
 import re
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-
-import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "swarm"
@@ -92,11 +91,21 @@ def source() -> frozenset[str]:
     return frozenset(word for path in PACKAGE.rglob("*.py") for word in re.findall(r"\w+", path.read_text()))
 
 
+def on_every_page(check: Callable[[Path], None]) -> Callable[[], None]:
+    """One test for all pages; pytest shows the page of a failure among its local variables."""
+
+    def test() -> None:
+        for page in PAGES:
+            check(page)
+
+    return test
+
+
 def backticked(page: Path) -> list[str]:
     return re.findall(r"`([^`\n]+)`", FENCE.sub("", page.read_text()))
 
 
-@pytest.mark.parametrize("page", PAGES, ids=label)
+@on_every_page
 def test_links_lead_somewhere(page: Path) -> None:
     for link in LINK.findall(FENCE.sub("", page.read_text())):
         if link.startswith(("http://", "https://")):
@@ -107,7 +116,7 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert not anchor or anchor in anchors(found), f"{label(page)} links to {link}"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=label)
+@on_every_page
 def test_modules_exist(page: Path) -> None:
     text = page.read_text()
     named = set(DOTTED.findall(text)) | set(MODULE_RUN.findall(text))
@@ -116,13 +125,13 @@ def test_modules_exist(page: Path) -> None:
     assert not missing
 
 
-@pytest.mark.parametrize("page", PAGES, ids=label)
+@on_every_page
 def test_files_exist(page: Path) -> None:
     missing = {path for path in FILE.findall(page.read_text()) if not (ROOT / path).exists()}
     assert not missing
 
 
-@pytest.mark.parametrize("page", PAGES, ids=label)
+@on_every_page
 def test_classes_exist(page: Path) -> None:
     named = {match[1] for one in backticked(page) if (match := CLASS_NAME.fullmatch(one))}
     assert named <= classes() | FOREIGN
@@ -138,13 +147,13 @@ def options() -> frozenset[str]:
     return frozenset(option for path in files for option in OPTION.findall(path.read_text()))
 
 
-@pytest.mark.parametrize("page", PAGES, ids=label)
+@on_every_page
 def test_options_exist(page: Path) -> None:
     named = {option for one in backticked(page) for option in OPTION.findall(one)}
     assert named <= options() | DOCKER_OPTIONS
 
 
-@pytest.mark.parametrize("page", PAGES, ids=label)
+@on_every_page
 def test_make_targets_exist(page: Path) -> None:
     targets = set(re.findall(r"^([a-z][\w-]*):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     assert set(re.findall(r"(?:`|^    )make ([a-z][\w-]*)", page.read_text(), re.MULTILINE)) <= targets

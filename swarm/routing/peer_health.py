@@ -255,21 +255,22 @@ class MeasuredOverruns:
     def __len__(self) -> int:
         return len(self._peers)
 
-    def record(self, peer_id: str, seconds: float, now: float) -> None:
-        """A step took so many seconds a block longer than announced. Raises `ValueError` if they are not finite."""
+    def record(self, peer_id: str, seconds: float, now: float, anew: bool = False) -> None:
+        """A step took so many seconds a block longer than announced. Raises `ValueError` if they are not finite.
+
+        Args:
+            anew: forget the steps before this one.
+        """
         if not math.isfinite(seconds):
             raise ValueError(f"{seconds} is not a valid overrun: expected a finite number of seconds")
-        known = self._peers.pop(peer_id, None) or _Overruns(now)
+        known = self._peers.pop(peer_id, None)
+        if known is None or anew:
+            known = _Overruns(now)
         known.when = now
         known.steps.append(min(max(seconds, 0.0), MAX_OVERRUN_S))
         self._peers[peer_id] = known
         while len(self._peers) > self._max_peers or now - next(iter(self._peers.values())).when > FORGET_AFTER_S:
             self._peers.popitem(last=False)
-
-    def replace(self, peer_id: str, seconds: float, now: float) -> None:
-        """Forget how the peer was before, and go on from this; see `record`."""
-        self._peers.pop(peer_id, None)
-        self.record(peer_id, seconds, now)
 
     def charges(self, now: float) -> dict[str, float]:
         """Peer id -> seconds >= 0 for each block that the peer is charged with."""

@@ -153,7 +153,7 @@ class RoutingPlanner:
 
     def note_overtaken(self, hop: Hop, seconds: float, tokens: int) -> None:
         self.overtaken.append(hop.server.peer_id)
-        self.router.note_overtaken(hop, seconds, tokens, time.monotonic())
+        self.router.note_step(hop, seconds, tokens, time.monotonic(), overtaken=True)
 
     async def refresh(self) -> None:
         self.refreshed += 1

@@ -24,9 +24,8 @@ from tests.zoo import PROMPTS, make_checkpoint
 PAD = 0
 
 
-@pytest.mark.parametrize(
-    ("wanted", "span"),
-    [
+def test_ways_to_say_which() -> None:
+    for wanted, span in [
         (None, None),
         (0, None),
         (4, Span(0, 4)),
@@ -35,15 +34,12 @@ PAD = 0
         (Span(0, 4), Span(0, 4)),
         (range(0, 4), Span(0, 4)),
         (slice(4), Span(0, 4)),
-    ],
-)
-def test_ways_to_say_which(wanted: Any, span: Span | None) -> None:
-    assert parse_local_blocks(wanted, 6) == span
+    ]:
+        assert parse_local_blocks(wanted, 6) == span
 
 
-@pytest.mark.parametrize(
-    ("wanted", "why"),
-    [
+def test_what_cannot_be_is_said() -> None:
+    for wanted, why in [
         ("1:4", "begin with block 0, as in 0:4"),
         ("0:6", "leaves nothing to the swarm, because the model has 6 blocks"),
         (7, "leaves nothing to the swarm"),
@@ -52,11 +48,9 @@ def test_ways_to_say_which(wanted: Any, span: Span | None) -> None:
         ("four", "use a number of blocks"),
         (2.5, "use a number of blocks"),
         (True, "use a number of blocks"),
-    ],
-)
-def test_what_cannot_be_is_said(wanted: Any, why: str) -> None:
-    with pytest.raises(InvalidSpan, match=why):
-        parse_local_blocks(wanted, 6)
+    ]:
+        with pytest.raises(InvalidSpan, match=why):
+            parse_local_blocks(wanted, 6)
 
 
 def test_a_route_begins_here() -> None:

@@ -1,13 +1,24 @@
+"""What a client remembers of servers that failed, lied or were slow."""
+
 from __future__ import annotations
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from swarm.routing.peer_health import (
+    DISTRUST_S,
     FORGET_AFTER_S,
+    HALF_LIFE_S,
+    KEPT_STEPS,
     MAX_BAN_S,
     MAX_KEPT_REASONS,
+    MAX_OVERRUN_S,
+    MAX_PARTNERS,
+    PARTNER_PENALTY_S,
     RETRY_AFTER_S,
+    LinkTrust,
+    MeasuredOverruns,
     PeerFailure,
     PeerHealth,
 )
@@ -180,3 +191,100 @@ def test_a_peer_that_fails_again_is_left_alone_again_and_a_graver_failure_counts
     assert until == 3.0 + PeerFailure.UNREACHABLE.ban_seconds, "tries during a ban are no further strikes"
     health.record_failure("a", PeerFailure.WRONG_ANSWER, 6.0)
     assert health.worth_a_try(10.0) == frozenset()
+
+
+peers = st.sampled_from("abcdef")
+pairs = st.lists(st.tuples(peers, peers).filter(lambda pair: pair[0] != pair[1]), max_size=12)
+
+
+@given(pairs, st.floats(0, DISTRUST_S * 0.9))
+def test_it_is_what_it_says(caught, now):
+    trust = LinkTrust()
+    for one, other in caught:
+        trust.distrust(one, other, 0.0)
+    partners = {peer: {b if a == peer else a for a, b in caught if peer in (a, b)} for peer in "abcdef"}
+    for one in "abcdef":
+        assert trust.penalties(now).get(one, 0.0) == len(partners[one]) * PARTNER_PENALTY_S
+        for other in set("abcdef") - {one}:
+            alone = any(len(partners[peer]) >= MAX_PARTNERS for peer in (one, other))
+            assert trust.trusts(one, other, now) == (other not in partners[one] and not alone)
+            assert trust.trusts(one, other, DISTRUST_S)
+
+
+@given(pairs)
+def test_a_liar_gets_no_further_than_two_neighbors(attempts):
+    """However it chooses them, and whoever else is caught meanwhile."""
+    trust, caught = LinkTrust(), set()
+    for _, other in attempts:
+        if other != "a" and trust.trusts("a", other, 0.0):
+            trust.distrust("a", other, 0.0)
+            caught.add(other)
+    assert len(caught) <= MAX_PARTNERS
+
+
+def test_it_remembers_so_many_links():
+    trust = LinkTrust(max_links=2)
+    for other in "bcd":
+        trust.distrust("x" + other, other, 0.0)
+    assert [trust.trusts("x" + other, other, 0.0) for other in "bcd"] == [True, False, False]
+
+
+times = st.floats(-100.0, 100.0)
+
+
+def measured(**peers: float) -> MeasuredOverruns:
+    overruns = MeasuredOverruns()
+    for peer_id, seconds in peers.items():
+        overruns.record(peer_id, seconds, 0.0)
+    return overruns
+
+
+def test_a_server_is_charged_with_what_it_takes_beyond_the_others():
+    assert measured(slow=1.0, quick=0.1, middling=0.4).charges(0.0) == pytest.approx(
+        {"slow": 0.9, "quick": 0.0, "middling": 0.3}
+    )
+
+
+def test_what_is_alone_is_charged_with_all():
+    assert measured(only=1.0).charges(0.0) == {"only": 1.0}
+
+
+@given(st.floats(0.0, MAX_OVERRUN_S), st.integers(2, 10))
+def test_where_all_are_slow_alike_nobody_is_charged(seconds, count):
+    assert set(measured(**{f"peer {n}": seconds for n in range(count)}).charges(0.0).values()) == {0.0}
+
+
+def test_a_server_that_stalls_for_a_moment_is_not_slow():
+    overruns = measured(one=0.0, other=0.0)
+    overruns.record("one", 0.0, 0.0)
+    overruns.record("one", 0.0, 0.0)
+    overruns.record("one", 2.0, 0.0)
+    assert overruns.charges(0.0)["one"] == 0.0
+
+
+def test_one_that_was_overtaken_begins_anew_and_is_forgiven_by_and_by():
+    overruns = measured(one=0.0, other=0.0)
+    overruns.record("one", 0.5, 0.0, anew=True)
+    assert overruns.charges(0.0)["one"] == 0.5
+    assert overruns.charges(HALF_LIFE_S)["one"] == pytest.approx(0.25)
+    assert "one" not in overruns.charges(FORGET_AFTER_S + 1)
+    for _ in range(KEPT_STEPS):
+        overruns.record("one", 0.0, HALF_LIFE_S)
+    assert overruns.charges(HALF_LIFE_S)["one"] == 0.0
+
+
+@given(st.lists(st.tuples(st.sampled_from("abcdef"), times, st.floats(0.0, 1e5)), max_size=60), st.floats(0.0, 1e6))
+def test_charges_are_bounded_and_few(records, now):
+    overruns = MeasuredOverruns(max_peers=3)
+    for peer_id, seconds, when in sorted(records, key=lambda record: record[2]):
+        overruns.record(peer_id, seconds, when)
+        assert len(overruns) <= 3
+    charges = overruns.charges(now)
+    assert all(0.0 <= charge <= MAX_OVERRUN_S for charge in charges.values())
+    assert len(charges) < 2 or min(charges.values()) == 0.0
+
+
+@pytest.mark.parametrize("seconds", [float("nan"), float("inf")])
+def test_nonsense_is_refused(seconds):
+    with pytest.raises(ValueError, match="finite"):
+        MeasuredOverruns().record("one", seconds, 0.0)

@@ -42,19 +42,16 @@ def test_nothing_known_yet():
         Router().route(WANTED, 0.0)
 
 
-@pytest.mark.parametrize(
-    ("names", "said"),
-    [
+def test_a_swarm_of_other_models():
+    for names, said in [
         (["m"], "it serves m. A"),
         (["m", "n", "o"], "it serves m, n, o. A"),
         (["m", "n", "o", "p"], "m, n, o and 1 more"),
-    ],
-)
-def test_a_swarm_of_other_models(names, said):
-    made = Router()
-    made.update((), None, names)
-    with pytest.raises(MissingBlocks, match=said):
-        made.route(WANTED, 0.0)
+    ]:
+        made = Router()
+        made.update((), None, names)
+        with pytest.raises(MissingBlocks, match=said):
+            made.route(WANTED, 0.0)
 
 
 def test_blocked_and_allowed_servers():
@@ -220,7 +217,7 @@ def test_one_that_was_overtaken_once_is_avoided_at_once():
     for name in ("first-fast", "second-fast"):
         for _ in range(8):
             made.note_step(hop_at(name, made), 0.02, 1, 0.0)
-    made.note_overtaken(hop_at("first-fast", made), 1.0, 1, 0.0)
+    made.note_step(hop_at("first-fast", made), 1.0, 1, 0.0, overtaken=True)
     assert used(made.route(WANTED, 0.0)) == ["first-slow", "second-fast"]
     assert made.health.penalties(0.0) == {}
     assert made.health.banned_peers(0.0) == frozenset()

@@ -179,6 +179,9 @@ def split_step(
     Yields:
         the slots of each chunk, its layout, and the mask of its slots that hold tokens.
     """
+    if slots <= size:
+        yield slice(0, slots), layout, real
+        return
     starts, sources = layout.starts, layout.sources
     for first in range(0, slots, size):
         part = slice(first, min(first + size, slots))

@@ -36,7 +36,7 @@ Nonce = Annotated[bytes, msgspec.Meta(min_length=NONCE_BYTES, max_length=NONCE_B
 Proof = Annotated[bytes, msgspec.Meta(max_length=PROOF_BYTES)]
 PartName = Annotated[str, msgspec.Meta(pattern=PART_PATTERN)]
 Digest = Annotated[bytes, msgspec.Meta(min_length=DIGEST_BYTES, max_length=DIGEST_BYTES)]
-Digests = Annotated[dict[PartName, Digest], msgspec.Meta(max_length=MAX_PARTS)]
+Digests = Annotated[dict[PartName, Digest], msgspec.Meta(max_length=MAX_BLOCKS_PER_REQUEST + 2)]
 Label = Annotated[str, msgspec.Meta(pattern=r"\A[^\x00-\x1f\x7f-\x9f]{0,256}\Z")]
 """A name that is shown, or part of a path: at most 256 characters, none of which controls a terminal."""
 Bytes = Annotated[int, msgspec.Meta(ge=0, le=2**60)]
@@ -114,7 +114,7 @@ class PartsFound(Message, frozen=True):
 
     revision: Name
     blocks: Annotated[int, msgspec.Meta(ge=1, le=MAX_PARTS - 2)]
-    digests: Digests
+    digests: Annotated[dict[PartName, Digest], msgspec.Meta(max_length=MAX_PARTS)]
 
 
 class GetManifest(Message, frozen=True):

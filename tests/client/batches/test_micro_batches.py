@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 
-import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -21,9 +20,8 @@ def servers(hops: int, forward: float = 0.0, network: float = 0.0) -> list[Serve
     ]
 
 
-@pytest.mark.parametrize(
-    ("counts", "hops", "sizes"),
-    [
+def test_examples():
+    for counts, hops, sizes in [
         ([], 3, []),
         ([5], 3, [1]),
         ([64] * 8, 1, [8]),
@@ -32,10 +30,8 @@ def servers(hops: int, forward: float = 0.0, network: float = 0.0) -> list[Serve
         ([8] * 8, 3, [4, 4]),
         ([2048] * 2, 1, [1, 1]),
         ([1, 1, 500, 500, 1, 1], 2, [2, 1, 1, 2]),
-    ],
-)
-def test_examples(counts, hops, sizes):
-    assert [len(rows) for rows in split_into_micro_batches(counts, servers(hops))] == sizes
+    ]:
+        assert [len(rows) for rows in split_into_micro_batches(counts, servers(hops))] == sizes
 
 
 def test_gradients_that_travel_slowly_make_for_fewer_of_them():

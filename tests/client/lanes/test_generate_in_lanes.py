@@ -60,24 +60,21 @@ def endings(local: Any) -> list[int]:
     return [int(written[row, 2 + row]) for row in range(len(TEXTS) - 1)]
 
 
-@pytest.mark.parametrize("lanes", [1, 2, 3, 9, "auto"])
 @pytest.mark.parametrize(
-    "settings",
+    ("settings", "lanes"),
     [
-        {},
-        {"num_beams": 3},
-        {"num_beams": 4, "num_return_sequences": 2},
-        {"use_cache": False},
-        {"repetition_penalty": 1.3, "no_repeat_ngram_size": 2},
+        ({}, "auto"),
+        ({}, 9),
+        ({"num_beams": 4, "num_return_sequences": 2}, 2),
+        ({"use_cache": False, "repetition_penalty": 1.3, "no_repeat_ngram_size": 2}, 3),
     ],
-    ids=lambda settings: "-".join(settings) or "greedy",
+    ids=["auto", "more lanes than rows", "beams", "no cache"],
 )
 def test_texts_are_the_same_as_without(model: Any, local: Any, settings: dict[str, Any], lanes: Any) -> None:
     assert write(model, lanes=lanes, **settings).tolist() == write(local, **settings).tolist()
 
 
-@pytest.mark.parametrize("beams", [1, 3])
-@pytest.mark.parametrize("pad", [PAD, 1, None])
+@pytest.mark.parametrize(("beams", "pad"), [(1, PAD), (3, 1), (1, None)])
 def test_lanes_that_end_early_are_filled_up(model: Any, local: Any, beams: int, pad: int | None) -> None:
     settings = {"eos_token_id": endings(local), "num_beams": beams, "pad_token_id": pad}
     expected = write(local, **settings)

@@ -65,18 +65,15 @@ def test_what_is_packed_is_what_was_put_in():
     assert ADAPTER.payload_bytes(ADAPTER.keys(Span(1, 3))) == len(payload) // 2
 
 
-@pytest.mark.parametrize(
-    ("dtypes", "travels"),
-    [
+def test_16_bits_only_where_all_is_of_16_bits():
+    for dtypes, travels in [
         ((torch.float32, torch.float32), "float32"),
         ((torch.bfloat16, torch.bfloat16), "bfloat16"),
         ((torch.float16, torch.float16), "float16"),
         ((torch.float16, torch.bfloat16), "float32"),
         ((torch.float64, torch.float64), "float32"),
-    ],
-)
-def test_16_bits_only_where_all_is_of_16_bits(dtypes, travels):
-    assert pack_adapter({block: part(1.0, dtype) for block, dtype in enumerate(dtypes)}).dtype == travels
+    ]:
+        assert pack_adapter({block: part(1.0, dtype) for block, dtype in enumerate(dtypes)}).dtype == travels
 
 
 def test_what_holds_nan_is_not_sent():

@@ -88,8 +88,8 @@ def test_times_that_vary_are_late_later():
         steady.observe(1.0, 1)
         varying.observe(0.5 if number % 2 else 1.5, 1)
     assert varying.late_after(1) > 2 * steady.late_after(1)
-    assert varying.slowness(2.0, 1) == pytest.approx(2.0, rel=0.1)
-    assert varying.slowness(2.0, 64) == 1.0
+    assert varying.observe(2.0, 1) == pytest.approx(2.0, rel=0.1)
+    assert varying.observe(2.0, 64) == 1.0
 
 
 def test_a_refill_costs_what_tokens_cost_at_best():
@@ -107,4 +107,4 @@ def test_what_is_late_has_bounds(step, token, answers, wanted, limit):
         patience.observe(took, count)
     assert 0 <= patience.late_after(wanted) <= limit
     assert 0 <= patience.refill_seconds(wanted) <= limit
-    assert patience.slowness(1.0, wanted) >= 0
+    assert patience.observe(1.0, wanted) >= 0

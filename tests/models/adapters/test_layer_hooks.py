@@ -238,9 +238,8 @@ def factors(
     return BlockAdapterWeights(None, (LoraFactors(module, torch.zeros(down), torch.zeros(up)),))
 
 
-@pytest.mark.parametrize(
-    ("block", "part", "message"),
-    [
+def test_what_does_not_fit_is_refused(llama):
+    for block, part, message in [
         (0, factors(), "block 0, which this server does not hold"),
         (4, factors(), "block 4, which"),
         (1, BlockAdapterWeights(torch.zeros(2, HIDDEN + 1)), "33 values wide, but the model's hidden size is 32"),
@@ -259,11 +258,9 @@ def factors(
         (1, factors(up=(HIDDEN + 1, 2)), "the module needs"),
         (1, factors(up=(HIDDEN, 3)), "the module needs"),
         (1, BlockAdapterWeights(None, factors().factors * 2), "names the same module twice"),
-    ],
-)
-def test_what_does_not_fit_is_refused(llama, block, part, message):
-    with pytest.raises(AdapterRefused, match=message):
-        llama.adapted.validate(block, part)
+    ]:
+        with pytest.raises(AdapterRefused, match=message):
+            llama.adapted.validate(block, part)
 
 
 def test_modules_that_see_other_tokens_are_computed_alone(tmp_path_factory):
