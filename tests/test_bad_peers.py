@@ -210,7 +210,7 @@ def test_a_server_that_pushes_something_else_than_it_answers(
 
 
 @pytest.mark.slow
-def test_a_server_that_lets_nobody_in(
+def test_a_server_that_refuses_everyone(
     swarm: TestSwarm, bystander: Any, prompt: torch.Tensor, expected: list[int]
 ) -> None:
     bad = start_bad_server(swarm, "4:8", bad_peers.nothing, is_opening)

@@ -70,7 +70,7 @@ async def tokens_a_second(swarm: Swarm, lanes: int) -> float:
 
 
 @pytest.mark.parametrize(("lanes", "judged"), [(3, 2.8), (6, 5.4)])
-def test_lanes_fill_the_time_in_which_others_travel(whole: SpanModel, local: Any, lanes: int, judged: float) -> None:
+def test_lanes_use_the_time_in_which_others_travel(whole: SpanModel, local: Any, lanes: int, judged: float) -> None:
     async def scenario(swarm: Swarm) -> None:
         one = await tokens_a_second(swarm, 1)
         assert one == pytest.approx(1 / ((SERVERS + 1) * DELAY))

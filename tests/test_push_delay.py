@@ -212,7 +212,7 @@ def test_the_record_of_every_hop_is_complete(whole, local):
     run(lambda: Swarm(whole, local, 4), scenario)
 
 
-def test_a_pair_that_cannot_reach_each_other(whole, local, expected):
+def test_two_servers_that_cannot_reach_each_other(whole, local, expected):
     """The client delivers what cannot be pushed: one delay more for that hop, and nobody is blamed."""
 
     async def scenario(swarm):

@@ -33,7 +33,7 @@ def parts(draw) -> BlockAdapterWeights:
 
 
 @given(st.lists(parts(), min_size=1, max_size=3), st.sampled_from([torch.float32, torch.bfloat16, torch.float16]))
-def test_what_was_packed_comes_out_again(drawn, dtype):
+def test_packed_adapters_unpack_to_the_same_tensors(drawn, dtype):
     blocks, payload = pack_adapters(drawn, dtype)
     found = unpack_adapters(blocks, payload, str(dtype).removeprefix("torch."), HIDDEN, CPU)
     for one, other in zip(found, drawn, strict=True):
@@ -45,7 +45,7 @@ def test_what_was_packed_comes_out_again(drawn, dtype):
 
 
 @given(st.lists(parts(), min_size=1, max_size=3))
-def test_gradients_lie_as_the_parts_do(drawn):
+def test_gradients_have_the_order_of_the_tensors(drawn):
     blocks, _ = pack_adapters(drawn, torch.float32)
     payload = pack_gradients([2 * tensor for part in drawn for tensor in part.tensors])
     assert len(payload) == adapter_encoding.gradient_bytes(blocks, HIDDEN)
@@ -99,7 +99,7 @@ def test_another_payload_is_refused(data):
         unpack_gradients(blocks, wrong, HIDDEN)
 
 
-def test_numbers_that_are_none():
+def test_nan_and_infinity_are_refused():
     for dtype in ["float32", "bfloat16", "float16"]:
         for value in [float("nan"), float("inf"), -float("inf")]:
             one = part()

@@ -137,7 +137,7 @@ def test_a_layout_that_other_implementations_can_read():
     assert bytes(encode_tensor(hidden, WireFormat.BLOCKWISE8))[2:] == struct.pack("<f", 2.0)
 
 
-def test_loading_what_8_bits_need_says_nothing():
+def test_loading_the_quantizer_prints_nothing():
     code = "import torch; from swarm.protocol.compression import load_quantizer; load_quantizer(torch.device('cpu'))"
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert ended.stdout == ended.stderr == ""
@@ -147,7 +147,7 @@ anything = st.floats(width=32) | st.sampled_from([math.inf, -math.inf, math.nan,
 
 
 @given(st.lists(anything, max_size=300), st.sampled_from(WireFormat), st.sampled_from(list(HIDDEN_DTYPES)))
-def test_whether_what_was_sent_is_finite_once_it_has_come(numbers, wire, dtype):
+def test_is_finite_agrees_with_the_decoded_tensor(numbers, wire, dtype):
     hidden = torch.tensor(numbers).view(1, -1).to(HIDDEN_DTYPES[dtype])
     if wire is WireFormat.FLOAT16 and hidden.isfinite().all() and not hidden.half().isfinite().all():
         return  # see the next test
@@ -156,7 +156,7 @@ def test_whether_what_was_sent_is_finite_once_it_has_come(numbers, wire, dtype):
     assert is_finite(payload, len(numbers), wire, dtype) == bool(torch.isfinite(came).all())
 
 
-def test_infinities_of_both_signs_are_no_nan():
+def test_infinities_of_both_signs_are_not_nan():
     hidden = torch.cat([values(1, 2 * VALUES_PER_SCALE, "float32"), torch.tensor([[math.inf, -math.inf, 0.5]])], dim=1)
     scales = torch.tensor(struct.unpack("<3f", encode_tensor(hidden, WireFormat.BLOCKWISE8)[-12:]))
     assert scales.isfinite().tolist() == [True, True, False]
@@ -171,7 +171,7 @@ def test_infinities_of_both_signs_are_no_nan():
     st.sampled_from([WireFormat.NONE, WireFormat.FLOAT16, WireFormat.BFLOAT16]),
     st.sampled_from([*HIDDEN_DTYPES]),
 )
-def test_whether_any_bytes_are_finite(data, wire, dtype):
+def test_is_finite_agrees_for_arbitrary_bytes(data, wire, dtype):
     """Also bytes that no honest peer sends, such as a bfloat16 that is too large for the float16 it stands for."""
     values = data.draw(st.integers(0, 20))
     length = payload_bytes(values, wire, dtype)
@@ -194,7 +194,7 @@ def test_blockwise_bytes_that_pass_are_finite(values, data, dtype):
         assert torch.isfinite(decode_tensor(payload, 1, values, WireFormat.BLOCKWISE8, dtype, CPU)).all()
 
 
-def test_what_is_finite_is_found_in_every_sixteen_bits_there_are():
+def test_is_finite_is_right_for_all_16_bit_values():
     bits = torch.arange(1 << 16, dtype=torch.int32).to(torch.uint16)
     for wire, dtype in ((WireFormat.FLOAT16, torch.float16), (WireFormat.BFLOAT16, torch.bfloat16)):
         finite = bits.view(dtype).isfinite()

@@ -33,11 +33,11 @@ def used(route) -> list[str]:
     return [hop.server.peer_id for hop in route.hops]
 
 
-def test_the_best_servers_it_knows():
+def test_the_best_known_servers_are_used():
     assert used(router().route(WANTED, 0.0)) == ["first-fast", "second-fast"]
 
 
-def test_nothing_known_yet():
+def test_an_empty_router_misses_blocks():
     with pytest.raises(MissingBlocks, match="no online server announces them"):
         Router().route(WANTED, 0.0)
 
@@ -141,7 +141,7 @@ def test_pings_go_to_the_ends_of_the_model_first_and_to_the_middle_too():
     assert any(peer_id.startswith("middle") for peer_id in chosen)
 
 
-def test_pings_are_decided_by_the_random_source_alone_and_reach_everybody_some_time():
+def test_pings_depend_on_the_random_source_alone_and_reach_every_server():
     made = Router()
     made.update([server_info(0, 4, f"peer{n}", throughput=10.0 ** (n % 4)) for n in range(100)])
     assert made.candidates_to_ping(WANTED, 0.0, random.Random(1)) == made.candidates_to_ping(

@@ -67,7 +67,7 @@ async def ended(server: Any) -> None:
     assert server.open_streams == 0
 
 
-def test_a_forward_says_what_it_wants_and_leaves():
+def test_a_forward_request_and_its_end():
     async def scenario(swarm):
         server = await swarm.add(forward_reply())
         requester = HopRequester(swarm.network, MANNER)
@@ -201,7 +201,7 @@ def test_a_server_that_does_not_answer(answer, kind, why):
     run(scenario)
 
 
-def test_long_work_may_take_as_long_as_was_announced():
+def test_a_long_request_may_take_as_long_as_was_announced():
     """A server that computes 10 tokens a second is not given up after a few seconds of a long batch; and a backward
     takes three times as long."""
 
@@ -250,7 +250,7 @@ def test_few_requests_are_under_way_at_one_server_and_each_may_wait_for_those_be
     run(scenario)
 
 
-def test_who_waits_for_a_server_that_is_lost_hears_of_it_at_once():
+def test_requests_that_wait_for_a_lost_server_fail_at_once():
     async def scenario(swarm):
         server = await swarm.add(None)
         requester = HopRequester(swarm.network, MANNER)
@@ -279,20 +279,20 @@ PRECISION = {WireFormat.NONE: 0.0, WireFormat.FLOAT16: 2**-11, WireFormat.BFLOAT
 
 @pytest.mark.parametrize("wire", list(PRECISION))
 @given(exponent=st.integers(-80, 60))
-def test_the_size_of_gradients_is_no_matter(wire, exponent):
+def test_gradients_of_any_magnitude_keep_their_precision(wire, exponent):
     gradient = torch.tensor([[1.0, -0.75], [0.3, 1e-3]]) * 2.0**exponent
     packed, factor = pack_scaled(gradient, wire, "float32")
     torch.testing.assert_close(unpack_scaled(packed, factor), gradient, rtol=PRECISION[wire], atol=0)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_unchanged_means_in_the_dtype_of_the_inputs(dtype):
+def test_uncompressed_gradients_have_the_dtype_of_the_inputs(dtype):
     packed, factor = pack_scaled(torch.tensor([[3e-12, 1e-12]]), WireFormat.NONE, dtype)
     assert len(packed.payload) == 4
     torch.testing.assert_close(unpack_scaled(packed, factor), torch.tensor([[3e-12, 1e-12]]), rtol=2**-8, atol=0)
 
 
-def test_the_least_and_the_largest_numbers_stay_finite():
+def test_extreme_gradients_stay_finite():
     for value in (0.0, 1e-45, 3.4e38):
         packed, factor = pack_scaled(torch.tensor([[value]]), WireFormat.NONE, "float32")
         assert float(unpack_scaled(packed, factor)) == pytest.approx(value, rel=1e-6)
@@ -321,7 +321,7 @@ def test_a_stream_is_used_again():
     run(scenario)
 
 
-def test_each_conversation_has_its_own_and_few_are_kept():
+def test_each_conversation_has_a_stream_of_its_own_and_few_are_kept():
     async def scenario(swarm):
         server = await swarm.add(*[REPLY] * 5)
         pool = StreamPool(swarm.network)
@@ -334,7 +334,7 @@ def test_each_conversation_has_its_own_and_few_are_kept():
     run(scenario)
 
 
-def test_what_nobody_uses_is_closed():
+def test_idle_streams_are_closed():
     async def scenario(swarm):
         server = await swarm.add(*[REPLY] * 5)
         pool = StreamPool(swarm.network)
@@ -350,7 +350,7 @@ def test_what_nobody_uses_is_closed():
     run(scenario)
 
 
-def test_a_stream_that_the_server_has_closed_meanwhile_is_no_loss():
+def test_a_stream_that_the_server_has_closed_is_replaced():
     async def scenario(swarm):
         server = await swarm.add(REPLY, "hang up")
         pool = StreamPool(swarm.network)
@@ -365,7 +365,7 @@ def test_a_stream_that_the_server_has_closed_meanwhile_is_no_loss():
 
 
 @pytest.mark.parametrize("error", [PeerTimeout("it is slow"), ValueError("a mistake"), asyncio.CancelledError()])
-def test_after_trouble_a_stream_is_not_used_again(error):
+def test_a_stream_is_not_used_again_after_an_error(error):
     async def scenario(swarm):
         server = await swarm.add(*[REPLY] * 5)
         pool = StreamPool(swarm.network)

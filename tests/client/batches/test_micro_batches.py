@@ -34,7 +34,7 @@ def test_examples():
         assert [len(rows) for rows in split_into_micro_batches(counts, servers(hops))] == sizes
 
 
-def test_gradients_that_travel_slowly_make_for_fewer_of_them():
+def test_slow_links_for_gradients_mean_fewer_micro_batches():
     counts = [64] * 8
     alone = split_into_micro_batches(counts, servers(3, 1000.0, 1000.0))
     assert len(split_into_micro_batches(counts, servers(3, 1000.0, 1000.0), 100.0)) < len(alone)
@@ -50,7 +50,7 @@ def test_gradients_that_travel_slowly_make_for_fewer_of_them():
     st.floats(0, 1e5),
     st.floats(0, 1e4),
 )
-def test_every_row_is_in_one_and_they_are_about_as_large(counts, hops, forward, network, gradients):
+def test_micro_batches_hold_every_sequence_once_and_are_about_equal(counts, hops, forward, network, gradients):
     groups = split_into_micro_batches(counts, servers(hops, forward, network), gradients)
     assert list(itertools.chain(*groups)) == list(range(len(counts)))
     assert all(groups)

@@ -81,7 +81,7 @@ def test_rows_are_counted_wherever_the_prompt_is(name: str) -> None:
     assert batch_size({}) == 1
 
 
-def test_what_stands_behind_a_text_that_has_ended(model: Any) -> None:
+def test_which_token_fills_a_text_that_has_ended(model: Any) -> None:
     for settings, fill in [
         ({"pad_token_id": 0, "eos_token_id": 5}, 0),
         ({"pad_token_id": None, "eos_token_id": [5, 6]}, 5),
@@ -157,7 +157,7 @@ def test_allowed_tokens_are_asked_for_by_the_number_of_the_whole_batch(
     assert asked == [first + 1]
 
 
-def test_how_many() -> None:
+def test_lane_count() -> None:
     for wanted, rows, stages, lanes in [
         ("auto", 8, 3, 3),
         ("auto", 2, 3, 2),  # no lane without a row
@@ -181,13 +181,13 @@ def test_every_row_is_in_one_lane_in_order_and_lanes_are_nearly_equal(rows: int,
     assert max(sizes) - min(sizes) <= 1
 
 
-def test_what_is_no_number_of_lanes() -> None:
+def test_invalid_lane_counts_are_refused() -> None:
     for wanted in [0, -1, MAX_LANES + 1, "many", 2.0, True, None]:
         with pytest.raises(InvalidOption, match="neither"):
             validate_lane_count(wanted)  # type: ignore[arg-type]
 
 
-def test_what_is() -> None:
+def test_valid_lane_counts_are_accepted() -> None:
     for wanted in (1, MAX_LANES, "auto"):
         validate_lane_count(wanted)  # type: ignore[arg-type]
 
@@ -205,7 +205,7 @@ def test_lanes_that_end_early_are_filled_up() -> None:
     assert merge_outputs(lanes, parts(0, 2, 3), PLAN).tolist() == [[1, 2, 3], [4, 5, 6], [7, 8, 9]]
 
 
-def test_scores_of_a_lane_that_has_ended_are_all_for_the_filling() -> None:
+def test_scores_after_the_end_of_a_lane_choose_the_fill_token() -> None:
     plan = LanePlan(sequences=2, num_beams=1, num_return_sequences=1, pad=2, eos=1)
     long = GenerateDecoderOnlyOutput(
         sequences=torch.tensor([[5, 0, 1]]), scores=(torch.tensor([[3.0, 1.0, 0.0]]), torch.tensor([[0.0, 4.0, 0.0]]))
@@ -247,7 +247,7 @@ def test_beams_are_counted_through_the_whole_batch() -> None:
 
 
 @pytest.mark.parametrize("fill", [None, 0])
-def test_lanes_of_one_length_need_no_filling(fill: int | None) -> None:
+def test_lanes_of_equal_length_need_no_fill_token(fill: int | None) -> None:
     plan = LanePlan(sequences=2, num_beams=1, num_return_sequences=1, pad=fill, eos=None)
     assert merge_outputs([torch.tensor([[1, 2]]), torch.tensor([[3, 4]])], parts(0, 1, 2), plan).tolist() == [
         [1, 2],

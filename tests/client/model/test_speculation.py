@@ -185,7 +185,7 @@ def test_sampling(model: Any, local: Any, poor: dict[str, Any]) -> None:
     assert texts[0] == texts[1]
 
 
-def test_what_is_not_at_this_client_is_said(model: Any) -> None:
+def test_drafts_from_remote_blocks_are_refused(model: Any) -> None:
     with pytest.raises(UsageError, match="first blocks of the model, which are not at this client"):
         write(model, prompt(), assistant_early_exit=2)
     with pytest.raises(UsageError, match="assistant_model has to run at this client"):
@@ -228,7 +228,7 @@ def test_generators_that_look_inside_of_the_model_are_refused() -> None:
         validate_speculation(SimpleNamespace(assistant_early_exit=1), is_draft_remote=False)
 
 
-def test_what_of_a_prompt_is_new() -> None:
+def test_unseen_length() -> None:
     for cached, given, mask, unseen in [
         (0, 5, 5, None),
         (3, 5, 5, 2),

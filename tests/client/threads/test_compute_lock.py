@@ -60,7 +60,7 @@ def threads() -> Threads:
     return Threads()
 
 
-def test_one_at_a_time_in_the_order_of_the_answers(threads: Threads) -> None:
+def test_lanes_compute_one_at_a_time_in_the_order_of_their_replies(threads: Threads) -> None:
     lock = ComputeLock()
     answers: list[Future[str]] = [Future() for _ in range(4)]
     waiting = [threading.Event() for _ in answers]
@@ -91,7 +91,7 @@ def test_one_at_a_time_in_the_order_of_the_answers(threads: Threads) -> None:
     assert order == ["2", "0", "3", "1"]
 
 
-def test_while_one_waits_the_others_compute(threads: Threads) -> None:
+def test_other_lanes_compute_while_one_waits(threads: Threads) -> None:
     lock = ComputeLock()
     first, second = Future[int](), Future[int]()
 
@@ -110,7 +110,7 @@ def test_while_one_waits_the_others_compute(threads: Threads) -> None:
     threads.join()
 
 
-def test_errors_of_what_is_waited_for_come_out(threads: Threads) -> None:
+def test_an_error_of_the_awaited_future_is_raised(threads: Threads) -> None:
     failed: Future[None] = Future()
     failed.set_exception(ValueError("no"))
     lock = ComputeLock()
@@ -120,7 +120,7 @@ def test_errors_of_what_is_waited_for_come_out(threads: Threads) -> None:
         pass
 
 
-def test_an_ended_turn_waits_no_more(threads: Threads) -> None:
+def test_a_cancelled_ticket_does_not_wait(threads: Threads) -> None:
     never: Future[None] = Future()
     waiting = threading.Event()
     ticket = ComputeTicket(ComputeLock())
@@ -173,7 +173,7 @@ def test_what_a_lane_samples_depends_on_its_seed_alone(threads: Threads, order: 
         assert values == [float(torch.rand(())) for _ in range(rounds)]
 
 
-def test_a_turn_without_a_random_state_leaves_the_generator_alone() -> None:
+def test_a_ticket_without_a_random_state_leaves_the_generator_alone() -> None:
     torch.manual_seed(5)
     expected = torch.rand(2).tolist()
     torch.manual_seed(5)
@@ -228,13 +228,13 @@ def together(threads: Threads, values: list[int], leaving: tuple[int, ...] = ())
     return work, found
 
 
-def test_who_is_ready_at_the_same_time_computes_together(threads: Threads) -> None:
+def test_lanes_that_are_ready_compute_in_one_batch(threads: Threads) -> None:
     work, found = together(threads, [1, 2, 3, 4])
     assert work.calls == [[1, 2, 3, 4]]
     assert found == {1: 2, 2: 4, 3: 6, 4: 8}
 
 
-def test_who_has_nobody_beside_it_computes_alone(threads: Threads) -> None:
+def test_a_lone_lane_computes_alone(threads: Threads) -> None:
     work, found = together(threads, [5])
     assert (work.calls, found) == ([[5]], {5: 10})
     with ComputeTicket(ComputeLock()) as ticket:
@@ -242,14 +242,14 @@ def test_who_has_nobody_beside_it_computes_alone(threads: Threads) -> None:
 
 
 @pytest.mark.parametrize("leaving", [(4,), (1,), (2, 3, 4), (1, 2, 3)])
-def test_a_lane_that_leaves_first_keeps_nobody_waiting(threads: Threads, leaving: tuple[int, ...]) -> None:
+def test_a_lane_that_ends_does_not_delay_the_batch(threads: Threads, leaving: tuple[int, ...]) -> None:
     work, found = together(threads, [1, 2, 3, 4], leaving)
     stay = [value for value in (1, 2, 3, 4) if value not in leaving]
     assert work.calls == [stay]
     assert found == {value: 2 * value for value in stay}
 
 
-def test_what_fails_fails_for_all_that_were_in_it(threads: Threads) -> None:
+def test_an_error_in_a_batch_is_raised_in_all_its_lanes(threads: Threads) -> None:
     work, found = together(threads, [1, 13, 2])
     assert work.calls == [[1, 2, 13]]
     assert all(isinstance(error, ZeroDivisionError) for error in found.values())
@@ -310,7 +310,7 @@ def test_a_recorded_forward_shares_the_head():
     assert all(one.equal(head(hidden) * 2) for one in found)
 
 
-def test_several_rows_gradients_and_people_without_lanes_are_computed_as_ever():
+def test_only_single_tokens_without_gradients_in_lanes_share_the_head():
     head = nn.Linear(4, 6)
     rows = torch.randn(2, 3, 4)
     expected = head(rows)

@@ -89,7 +89,7 @@ def test_a_config_object_a_dict_and_keywords_say_the_same(config: Any) -> None:
         assert lora_settings(config.to_dict()) == expected
 
 
-def test_what_cannot_be_done_is_refused_by_name() -> None:
+def test_unsupported_entries_are_refused_by_name() -> None:
     for entries, said in [
         ({"lora_dropout": 0.1}, "does not support lora_dropout=0.1"),
         ({"use_dora": True}, "DoRA"),
@@ -134,7 +134,7 @@ def test_modules_that_servers_cannot_change_are_refused_by_name() -> None:
             wanted(family, **entries)
 
 
-def test_a_config_that_is_none() -> None:
+def test_an_unreadable_config_is_refused() -> None:
     with pytest.raises(InvalidOption, match="neither a peft"):
         lora_settings(Path("folder"))
 

@@ -18,7 +18,7 @@ def resolve(given: dict[str, Any]) -> TuningConfig:
     return resolve_tuning(mode, adapter, TuningOptions(**options))
 
 
-def test_what_makes_no_sense_is_refused() -> None:
+def test_contradicting_options_are_refused() -> None:
     for given, said in [
         ({"tuning_mode": "prefix"}, "tuning_mode='prefix' is not one of ptune"),
         ({"tuning_mode": "lora", "pre_seq_len": 4}, "pre_seq_len is for virtual tokens"),

@@ -64,7 +64,7 @@ def snapshots(checkpoint: Checkpoint) -> dict[str, TrainedSnapshot]:
         *("prompts", "prompts with a head", "deep prompts", "deep prompts with a head", "head"),
     ],
 )
-def test_what_was_written_is_read_again(name: str, checkpoint: Checkpoint, tmp_path: Path) -> None:
+def test_saved_adapters_are_read_back(name: str, checkpoint: Checkpoint, tmp_path: Path) -> None:
     snapshot = snapshots(checkpoint)[name]
     save(snapshot, tmp_path / "new" / "folder")
     assert sorted(path.name for path in (tmp_path / "new" / "folder").iterdir()) == [
@@ -117,7 +117,7 @@ def test_no_path_of_this_machine_is_written(checkpoint: Checkpoint, tmp_path: Pa
         ("head", "swarm", "linear-probing", "text-classification"),
     ],
 )
-def test_the_card_says_what_it_can_be_found_by(
+def test_the_model_card_has_the_tags_by_which_it_is_found(
     name: str, library: str, tag: str, task: str, checkpoint: Checkpoint, tmp_path: Path
 ) -> None:
     save(snapshots(checkpoint)[name], tmp_path)

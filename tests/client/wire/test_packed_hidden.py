@@ -63,7 +63,7 @@ def test_positions_that_cannot_travel_are_refused():
             position_offsets(torch.tensor(positions), mask, StepLayout(starts, counts))
 
 
-def test_texts_in_a_row_end_where_positions_do_not_count_on():
+def test_packed_texts_end_where_positions_do_not_count_on():
     assert packed_texts(torch.tensor([[0, 1, 2, 3], [5, 6, 7, 8]])) is None
     assert packed_texts(torch.tensor([[0, 1, 0, 1], [5, 6, 8, 7]])) == [2, 2, 2, 1, 1]
 

@@ -210,7 +210,7 @@ def test_pickled_weights_are_refused_by_name(name: str, checkpoint: Checkpoint, 
         read_block_weights(tmp_path, checkpoint, Span(0, BLOCKS))
 
 
-def test_a_config_that_is_none(checkpoint: Checkpoint, tmp_path: Path) -> None:
+def test_an_unreadable_config_is_refused(checkpoint: Checkpoint, tmp_path: Path) -> None:
     for config, said in [
         (b"", "cannot be read"),
         (b"[1]", "not a JSON object"),

@@ -291,7 +291,7 @@ def test_a_router_that_is_linear_in_name_only_is_refused(tmp_path_factory):
 
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.lists(st.integers(-2, 6), max_size=5)), min_size=1, max_size=4))
-def test_each_token_gets_what_is_its_own(drawn):
+def test_each_token_gets_its_own_adapter(drawn):
     """Prompts and factors by index, against one token after the other."""
     parts = [
         BlockAdapterWeights(torch.randn(4, 6), (LoraFactors("m", torch.randn(2, 6), torch.randn(5, 2)),)),
