@@ -31,6 +31,25 @@ RETRY_AFTER_S = 2.0
 """Where no other server holds a block, one at home that could not be reached is tried again after this time: its router
 may have been away for a moment."""
 
+DISTRUST_S = 1800.0
+"""How long two servers are kept apart."""
+
+MAX_PARTNERS = 2
+"""A server that was caught with this many others is no longer linked at all. An honest one that liars frame loses no
+more than its links: this client passes its outputs on itself."""
+
+PARTNER_PENALTY_S = 0.1
+"""Cost added to a route for each server that a peer was caught with."""
+
+KEPT_STEPS = 8
+"""Newest steps of a server, whose median counts: one that stalls for a moment is not slow."""
+
+HALF_LIFE_S = 300.0
+"""Seconds without a new step after which an overrun counts half."""
+
+MAX_OVERRUN_S = 10.0
+"""Seconds for each block that a server is charged with at most."""
+
 
 class PeerFailure(enum.Enum):
     """Why a peer could not be used. Each reason has its own first ban."""
@@ -168,17 +187,6 @@ class PeerHealth:
         return tuple(record.reasons) if record is not None else ()
 
 
-DISTRUST_S = 1800.0
-"""How long two servers are kept apart."""
-
-MAX_PARTNERS = 2
-"""A server that was caught with this many others is no longer linked at all. An honest one that liars frame loses no
-more than its links: this client passes its outputs on itself."""
-
-PARTNER_PENALTY_S = 0.1
-"""Cost added to a route for each server that a peer was caught with."""
-
-
 class LinkTrust:
     """This client's record of links where one side lied. All times are seconds of one clock, passed in by the caller.
 
@@ -219,16 +227,6 @@ class LinkTrust:
                 for peer in pair:
                     found.setdefault(peer, set()).update(pair - {peer})
         return found
-
-
-KEPT_STEPS = 8
-"""Newest steps of a server, whose median counts: one that stalls for a moment is not slow."""
-
-HALF_LIFE_S = 300.0
-"""Seconds without a new step after which an overrun counts half."""
-
-MAX_OVERRUN_S = 10.0
-"""Seconds for each block that a server is charged with at most."""
 
 
 @dataclass

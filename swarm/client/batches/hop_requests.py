@@ -39,10 +39,24 @@ from swarm.protocol.compression import decode_tensor, encode_tensor
 from swarm.protocol.framing import Frame
 from swarm.transport.stream import Network, Stream
 
+T = TypeVar("T")
+
 MAX_SCALE_EXPONENT = 100
 """Largest exponent of the power of two that scales gradients, so that float32 can represent the factor."""
 
 _CPU = torch.device("cpu")
+
+IDLE_TIMEOUT_S = 30.0
+"""Seconds after which an idle stream is closed."""
+
+MAX_IDLE_STREAMS_PER_SERVER = 8
+"""Idle streams that are kept open to one server."""
+
+MAX_REQUESTS_IN_FLIGHT = 8
+"""Requests that may be in flight to one server."""
+
+BACKWARD_TIME_FACTOR = 3
+"""How many times longer than the forward pass the backward pass of the same tokens may take: it repeats that first."""
 
 
 @dataclass(frozen=True)
@@ -91,15 +105,6 @@ def unpack_scaled(packed: PackedHidden, factor: float) -> torch.Tensor:
     """The gradient in a reply, `[tokens, hidden_size]`, float32, with the scale of `pack_scaled` undone."""
     flat = decode_tensor(packed.payload, packed.tokens, packed.hidden_size, packed.wire, packed.dtype, _CPU)
     return flat.float() * factor
-
-
-T = TypeVar("T")
-
-IDLE_TIMEOUT_S = 30.0
-"""Seconds after which an idle stream is closed."""
-
-MAX_IDLE_STREAMS_PER_SERVER = 8
-"""Idle streams that are kept open to one server."""
 
 
 class StreamPool:
@@ -172,13 +177,6 @@ class StreamPool:
     def _remove_if_empty(self, peer_id: str) -> None:
         if not self._idle[peer_id]:
             del self._idle[peer_id]
-
-
-MAX_REQUESTS_IN_FLIGHT = 8
-"""Requests that may be in flight to one server."""
-
-BACKWARD_TIME_FACTOR = 3
-"""How many times longer than the forward pass the backward pass of the same tokens may take: it repeats that first."""
 
 
 @dataclass(frozen=True)

@@ -39,6 +39,10 @@ from swarm.client.wire.reply_checks import describe_hop
 from swarm.data_structures import Hop, Route, ServerInfo, Span, StepLayout
 from swarm.errors import CacheFull, MissingBlocks, NotFiniteOutputs, RemoteError, SuspectOutputs
 
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
 
 def split_into_micro_batches(
     counts: Sequence[int], servers: Sequence[ServerInfo], gradients: float = 0.0
@@ -71,9 +75,6 @@ def _gradient_cost(servers: Sequence[ServerInfo], gradients: float) -> float:
         return 0.0
     measured = [server for server in servers if server.network_throughput and server.forward_throughput]
     return gradients * max((server.forward_throughput / server.network_throughput for server in measured), default=0.0)
-
-
-logger = logging.getLogger(__name__)
 
 
 class Rerouter:
@@ -169,9 +170,6 @@ class Rerouter:
         """Hops over `span`. Waits for servers of missing blocks as a session does, then raises `MissingBlocks`."""
         route = await self._waiting.retry(lambda: self._planner.route(span, None, None, 0))
         return list(route.hops)
-
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)

@@ -25,37 +25,13 @@ import torch
 from swarm.client.threads.compute_lock import ComputeLock, ComputeTicket, RandomState
 from swarm.errors import CacheFull, InvalidOption, UsageError
 
+T = TypeVar("T")
+
 LaneCount = int | Literal["auto"]
 """A number of lanes, or "auto" for one a stage."""
 
 MAX_LANES = 256
 """Most lanes of one call: each is a thread at this client and a session at every server."""
-
-
-def validate_lane_count(lanes: LaneCount) -> None:
-    """Raise `InvalidOption` if `lanes` is not a valid number of lanes."""
-    if lanes == "auto":
-        return
-    if isinstance(lanes, bool) or not isinstance(lanes, int) or not 1 <= lanes <= MAX_LANES:
-        raise InvalidOption(f'lanes={lanes!r} is neither "auto" nor a number from 1 to {MAX_LANES}')
-
-
-def choose_lane_count(lanes: LaneCount, sequences: int, stages: int) -> int:
-    """How many lanes a batch of `sequences` sequences is divided into.
-
-    Args:
-        lanes: the number asked for, or "auto": one lane for each stage, so that no stage waits if all are equally fast.
-        stages: servers of the route, and one more if this client computes the first blocks itself.
-    """
-    return max(1, min(stages if lanes == "auto" else lanes, sequences, MAX_LANES))
-
-
-def split_sequences(sequences: int, lanes: int) -> list[slice]:
-    """Contiguous groups of sequences, in order, whose sizes differ by at most one; at least one sequence a lane."""
-    size, larger = divmod(sequences, lanes)
-    edges = [lane * size + min(lane, larger) for lane in range(lanes + 1)]
-    return [slice(start, end) for start, end in itertools.pairwise(edges)]
-
 
 PROMPT_ARGUMENTS = ("inputs", "input_ids", "inputs_embeds")
 """Arguments that may hold the prompt; the first one that is given counts."""
@@ -82,6 +58,34 @@ WHOLE_BATCH_PROCESSORS = (
     "ClassifierFreeGuidanceLogitsProcessor",
 )
 """Processors of transformers that hold the rows of one batch. The settings of `generate` that create them do work."""
+
+GenerateFunction = Callable[[dict[str, Any], ComputeTicket | None], Any]
+"""Runs transformers' `generate` with these arguments, inside the ticket if there is one."""
+
+
+def validate_lane_count(lanes: LaneCount) -> None:
+    """Raise `InvalidOption` if `lanes` is not a valid number of lanes."""
+    if lanes == "auto":
+        return
+    if isinstance(lanes, bool) or not isinstance(lanes, int) or not 1 <= lanes <= MAX_LANES:
+        raise InvalidOption(f'lanes={lanes!r} is neither "auto" nor a number from 1 to {MAX_LANES}')
+
+
+def choose_lane_count(lanes: LaneCount, sequences: int, stages: int) -> int:
+    """How many lanes a batch of `sequences` sequences is divided into.
+
+    Args:
+        lanes: the number asked for, or "auto": one lane for each stage, so that no stage waits if all are equally fast.
+        stages: servers of the route, and one more if this client computes the first blocks itself.
+    """
+    return max(1, min(stages if lanes == "auto" else lanes, sequences, MAX_LANES))
+
+
+def split_sequences(sequences: int, lanes: int) -> list[slice]:
+    """Contiguous groups of sequences, in order, whose sizes differ by at most one; at least one sequence a lane."""
+    size, larger = divmod(sequences, lanes)
+    edges = [lane * size + min(lane, larger) for lane in range(lanes + 1)]
+    return [slice(start, end) for start, end in itertools.pairwise(edges)]
 
 
 @dataclass(frozen=True)
@@ -274,12 +278,6 @@ def _scores_after_end(like: torch.Tensor, fill: int | None) -> torch.Tensor:
 def _shift_beam_indices(indices: torch.Tensor, first: int) -> torch.Tensor:
     """Beam indices count the beams of the whole batch; -1 follows the end of a text."""
     return torch.where(indices >= 0, indices + first, indices)
-
-
-T = TypeVar("T")
-
-GenerateFunction = Callable[[dict[str, Any], ComputeTicket | None], Any]
-"""Runs transformers' `generate` with these arguments, inside the ticket if there is one."""
 
 
 def generate_in_lanes(model: Any, lanes: LaneCount, arguments: Mapping[str, Any], generate: GenerateFunction) -> Any:

@@ -47,6 +47,9 @@ logger = logging.getLogger(__name__)
 
 SOURCES = ("auto", "hub", "peers")
 
+AUTO_WIRE = "auto"
+"""The value of `wire` that leaves the format to the model's family."""
+
 
 @dataclass(frozen=True)
 class ModelSource:
@@ -110,10 +113,6 @@ class ModelSource:
             return found.received
         finally:
             await peer.shutdown()
-
-
-AUTO_WIRE = "auto"
-"""The value of `wire` that leaves the format to the model's family."""
 
 
 class _AutoDistributedModel:

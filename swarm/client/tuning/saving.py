@@ -50,6 +50,10 @@ SWARM_ONLY_TENSORS: dict[Method, str] = {
     "head": "the weights of the head",
 }
 
+STATE_FILE = "model.safetensors"
+
+CARD_FILE = "README.md"
+
 
 def model_card(base: str, revision: str, method: Method, task: str) -> str:
     """The text of `README.md`.
@@ -95,10 +99,6 @@ model = {remote}.from_pretrained("{base}", adapter="THIS_REPOSITORY")
 ```
 {plain if is_of_peft else own}"""
     return str(ModelCard(f"---\n{data.to_yaml()}\n---\n\n{text}"))
-
-
-STATE_FILE = "model.safetensors"
-CARD_FILE = "README.md"
 
 
 @dataclass(frozen=True, eq=False)

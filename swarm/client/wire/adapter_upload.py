@@ -26,6 +26,21 @@ from swarm.protocol.adapter_encoding import pack_adapters
 from swarm.protocol.framing import Frame
 from swarm.transport.stream import Stream
 
+MAX_PUT_BYTES = 4 << 20
+"""Maximum payload of one upload message in bytes; a message holds at least one block's part, however large."""
+
+MIN_UPLOAD_BYTES_PER_S = 1e5
+"""Bytes a second: an upload over a slower link times out."""
+
+MAX_LEDGER_SERVERS = 1024
+"""Servers that the ledger remembers."""
+
+MAX_PARTS_PER_SERVER = 4096
+"""Parts that the ledger remembers of each server."""
+
+PartKey = tuple[int, bytes]
+"""A block and the digest of its part of an adapter."""
+
 
 class Adapter(Protocol):
     """Soft prompts and LoRA factors by block. Its tensors may require gradients and depend on other tensors."""
@@ -45,22 +60,6 @@ def adapter_parts(adapter: Adapter | None, span: Span) -> dict[int, BlockAdapter
 def detach_parts(parts: Mapping[int, BlockAdapterWeights]) -> dict[int, BlockAdapterWeights]:
     """Copies of the parts that later training does not change."""
     return {block: part.map_tensors(lambda tensor: tensor.detach().clone()) for block, part in parts.items()}
-
-
-MAX_PUT_BYTES = 4 << 20
-"""Maximum payload of one upload message in bytes; a message holds at least one block's part, however large."""
-
-MIN_UPLOAD_BYTES_PER_S = 1e5
-"""Bytes a second: an upload over a slower link times out."""
-
-MAX_LEDGER_SERVERS = 1024
-"""Servers that the ledger remembers."""
-
-MAX_PARTS_PER_SERVER = 4096
-"""Parts that the ledger remembers of each server."""
-
-PartKey = tuple[int, bytes]
-"""A block and the digest of its part of an adapter."""
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,8 @@ from swarm.models.adapters.block_adapter import BlockAdapterWeights, LoraFactors
 from swarm.models.checkpoints.checkpoint import Checkpoint
 from swarm.models.cutting.model_inspection import LoraTargets, find_lora_targets
 
+logger = logging.getLogger(__name__)
+
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 PICKLED_WEIGHTS_FILES = ("adapter_model.bin", "adapter_model.pt", "adapter_model.pth")
@@ -36,6 +38,12 @@ PICKLED_WEIGHTS_FILES = ("adapter_model.bin", "adapter_model.pt", "adapter_model
 MAX_CONFIG_BYTES = 1 << 20
 MAX_WEIGHTS_BYTES = 4 << 30
 """LoRA of rank 64 on all linear modules of a model of 405 billion parameters takes 3.3 GB."""
+
+PROMPTS_KEY = "prompt_embeddings"
+
+DEEP_PROMPTS_KEY = "deep_prompt_embeddings"
+
+STORED_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True)
@@ -117,14 +125,6 @@ class AdapterSource:
 
 def _first_line(error: Exception) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
-
-
-logger = logging.getLogger(__name__)
-
-PROMPTS_KEY = "prompt_embeddings"
-DEEP_PROMPTS_KEY = "deep_prompt_embeddings"
-
-STORED_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True, eq=False)
