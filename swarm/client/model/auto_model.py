@@ -53,7 +53,7 @@ AUTO_WIRE = "auto"
 
 @dataclass(frozen=True)
 class ModelSource:
-    """What `from_pretrained` was told of the model and where to find it; see there."""
+    """Which model a client loads and where its files may come from; the fields are arguments of `from_pretrained`."""
 
     model: str | Path | None
     revision: str | None

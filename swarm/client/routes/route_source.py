@@ -26,7 +26,7 @@ MIN_ROUTES_TRIED = 3
 
 
 class RouteSource(Protocol):
-    """Finds routes, and hears how their servers did.
+    """Finds routes, and learns how their servers did.
 
     Attributes:
         missing_blocks_timeout: seconds to wait for blocks that no server holds.

@@ -30,11 +30,6 @@ class VirtualTokenLayout:
     count: int
     leads: torch.Tensor
 
-    def is_virtual(self, slots: int) -> torch.Tensor:
-        """Mask of the virtual slots, bool `[sequences, count + slots]`."""
-        offsets = self._offsets(slots)
-        return (offsets >= 0) & (offsets < self.count)
-
     def insert(self, values: torch.Tensor, virtual: torch.Tensor) -> torch.Tensor:
         """The values of all slots, with those of the virtual tokens inserted.
 
