@@ -1,8 +1,9 @@
-"""Batches without a session: several micro-batches while servers fail."""
+"""Batches without a session: how they are divided into micro-batches, and what happens when servers fail."""
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import re
 from contextlib import nullcontext
 from dataclasses import replace
@@ -10,17 +11,21 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 from swarm.client.batches.hop_requests import HopRequester
-from swarm.client.batches.passes import MicroBatch, PassContext, forward_batches
+from swarm.client.batches.passes import MicroBatch, PassContext, forward_batches, split_into_micro_batches
+from swarm.client.chain.prompt_chunks import MAX_CHUNK_TOKENS
 from swarm.client.wire.packed_hidden import PackedHidden
-from swarm.data_structures import Hop, Route, Span, StepLayout, WireFormat
+from swarm.data_structures import Hop, Route, ServerInfo, Span, StepLayout, WireFormat
 from swarm.errors import AdapterRefused, MemoryFull, MissingBlocks, NotFiniteOutputs, SuspectOutputs, TooLong
 from swarm.protocol import messages
 from swarm.protocol.compression import decode_tensor, encode_tensor
 from tests import virtual_time
 from tests.client.chains import BLOCKS, CLIENT, TOLERANCE, Swarm
 from tests.client.chains import HIDDEN as WIDTH
+from tests.infos import server_info
 
 SERVERS = {"a": (0, 3), "b": (3, 6), "a2": (0, 3), "b2": (3, 6)}
 
@@ -260,3 +265,48 @@ def test_an_interrupted_batch_leaves_nothing_behind(span_model):
         assert not swarm.hub.tasks
 
     play(span_model, act)
+
+
+def servers(hops: int, forward: float = 0.0, network: float = 0.0) -> list[ServerInfo]:
+    return [
+        server_info(n, n + 1, throughput=100.0, forward_throughput=forward, network_throughput=network)
+        for n in range(hops)
+    ]
+
+
+def test_examples():
+    for counts, hops, sizes in [
+        ([], 3, []),
+        ([5], 3, [1]),
+        ([64] * 8, 1, [8]),
+        ([64] * 8, 3, [1] * 8),
+        ([64] * 32, 3, [2] * 16),
+        ([8] * 8, 3, [4, 4]),
+        ([2048] * 2, 1, [1, 1]),
+        ([1, 1, 500, 500, 1, 1], 2, [2, 1, 1, 2]),
+    ]:
+        assert [len(rows) for rows in split_into_micro_batches(counts, servers(hops))] == sizes
+
+
+def test_slow_links_for_gradients_mean_fewer_micro_batches():
+    counts = [64] * 8
+    alone = split_into_micro_batches(counts, servers(3, 1000.0, 1000.0))
+    assert len(split_into_micro_batches(counts, servers(3, 1000.0, 1000.0), 100.0)) < len(alone)
+    assert len(split_into_micro_batches(counts, servers(3, 1000.0, 1e6), 100.0)) == len(alone)
+    assert len(split_into_micro_batches(counts, servers(3), 100.0)) == 8  # nothing is known of the links
+
+
+@example([1], 2, 1.0, 2.3e-309, 0.0)  # a link so slow that its price is no number any more
+@given(
+    st.lists(st.integers(1, 700), min_size=1, max_size=60),
+    st.integers(1, 8),
+    st.floats(0, 1e5),
+    st.floats(0, 1e5),
+    st.floats(0, 1e4),
+)
+def test_micro_batches_hold_every_sequence_once_and_are_about_equal(counts, hops, forward, network, gradients):
+    groups = split_into_micro_batches(counts, servers(hops, forward, network), gradients)
+    assert list(itertools.chain(*groups)) == list(range(len(counts)))
+    assert all(groups)
+    for group in groups:
+        assert sum(counts[row] for row in group) < MAX_CHUNK_TOKENS + max(counts)
