@@ -71,12 +71,14 @@ class Span:
 
     start: int
     end: int
-    length: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if not 0 <= self.start < self.end:
             raise InvalidSpan(f"{self.start}:{self.end} is not a range of blocks: use START:END with START < END")
-        object.__setattr__(self, "length", self.end - self.start)
+
+    @property
+    def length(self) -> int:
+        return self.end - self.start
 
     def __contains__(self, block: int) -> bool:
         return self.start <= block < self.end
