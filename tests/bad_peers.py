@@ -73,10 +73,6 @@ def nothing(message: messages.Message, payload: Bytes) -> Sent:
     return None
 
 
-def wrong_kind(message: messages.Message, payload: Bytes) -> Sent:
-    return messages.SessionOpened(0), b""
-
-
 def wrong_step(message: messages.Message, payload: Bytes) -> Sent:
     return msgspec.structs.replace(message, step=message.step + 7), payload  # type: ignore[attr-defined]
 

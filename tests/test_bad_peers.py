@@ -152,12 +152,10 @@ def misbehave(
     ("block", "lie", "applies", "reason"),
     slow_except(
         [
-            (0, bad_peers.nan, is_reply, PeerFailure.WRONG_ANSWER),
             # Perhaps what came in was such that any server would have made NaN of it.
             (4, bad_peers.nan, is_reply, PeerFailure.SUSPECTED),
             (8, bad_peers.half, is_reply, PeerFailure.WRONG_ANSWER),
             (4, bad_peers.ten_megabytes, is_reply, PeerFailure.WRONG_ANSWER),
-            (0, bad_peers.nothing, is_output, PeerFailure.TIMED_OUT),
             (4, bad_peers.nothing, is_output, PeerFailure.TIMED_OUT),
         ],
         (4, bad_peers.nan, is_reply, PeerFailure.SUSPECTED),
@@ -186,7 +184,7 @@ def test_a_server_that_lies(
 @pytest.mark.parametrize(
     "lie",
     slow_except(
-        [bad_peers.one_infinity, bad_peers.wrong_kind, bad_peers.wrong_step, bad_peers.unknown_format],
+        [bad_peers.one_infinity, bad_peers.wrong_step, bad_peers.unknown_format],
         bad_peers.wrong_step,
     ),
 )
@@ -198,9 +196,7 @@ def test_a_server_whose_answers_are_no_answers(
     assert misbehave(swarm, bystander, bad, 4, prompt, expected) == {reason}
 
 
-@pytest.mark.parametrize(
-    "lie", slow_except([bad_peers.nan, bad_peers.half, bad_peers.ten_megabytes, bad_peers.nothing], bad_peers.nan)
-)
+@pytest.mark.parametrize("lie", slow_except([bad_peers.nan, bad_peers.ten_megabytes, bad_peers.nothing], bad_peers.nan))
 def test_a_server_that_pushes_something_else_than_it_answers(
     swarm: TestSwarm, bystander: Any, prompt: torch.Tensor, expected: list[int], lie: Lie
 ) -> None:
@@ -210,7 +206,7 @@ def test_a_server_that_pushes_something_else_than_it_answers(
 
 
 @pytest.mark.slow
-def test_a_server_that_lets_nobody_in(
+def test_a_server_that_refuses_everyone(
     swarm: TestSwarm, bystander: Any, prompt: torch.Tensor, expected: list[int]
 ) -> None:
     bad = start_bad_server(swarm, "4:8", bad_peers.nothing, is_opening)

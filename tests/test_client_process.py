@@ -99,7 +99,7 @@ def test_a_process_ends_without_a_word(swarm, script):
     assert (done.stderr, done.returncode) == ("", 0)
 
 
-def test_a_terminal_that_lacks_characters_ends_no_text(swarm):
+def test_a_terminal_without_unicode_does_not_end_a_text(swarm):
     done = run(swarm, "print(generate())", PYTHONIOENCODING="ascii", PYTHONUTF8="0")
     route, _, text = done.stdout.rstrip().rpartition("\n")
     assert "0:3" in route

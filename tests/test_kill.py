@@ -226,9 +226,9 @@ def test_servers_are_killed_in_the_middle_of_steps(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("block", BLOCKS)
-def test_a_server_is_killed_during_the_prefill(swarm: TestSwarm, model: Any, block: int) -> None:
+def test_a_server_is_killed_during_the_prefill(swarm: TestSwarm, model: Any) -> None:
     """It is hung first, so that the kill surely falls between the prefill's request and its answer."""
+    block = 4
     prompt = demo_prompt("Once upon a time there was a little dog who wanted to see the sea. " * 12)
 
     with in_step(1, kill(swarm, block), (block,)) as begin:
@@ -263,9 +263,11 @@ def test_servers_hang(swarm: TestSwarm, prompt: torch.Tensor, expected: list[int
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("block", [0, 4, 8])
-def test_a_server_that_drips_is_left(swarm: TestSwarm, prompt: torch.Tensor, expected: list[int], block: int) -> None:
+def test_a_server_that_delays_every_reply_is_replaced(
+    swarm: TestSwarm, prompt: torch.Tensor, expected: list[int]
+) -> None:
     """It answers each step after a second: in time, but any other one that holds its blocks is quicker."""
+    block = 4
     dripped: list[ServerProcess] = []
     routes: list[set[str]] = []
 

@@ -15,8 +15,8 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from swarm.client.chain.chain import Chain
+from swarm.client.config import RequestOptions
 from swarm.client.hops.hop_session import SessionContext
-from swarm.client.wire.request_options import RequestOptions
 from swarm.data_structures import Span, WireFormat
 from swarm.models.checkpoints.checkpoint import open_checkpoint
 from swarm.models.execution.span_model import SpanModel
@@ -70,7 +70,7 @@ async def tokens_a_second(swarm: Swarm, lanes: int) -> float:
 
 
 @pytest.mark.parametrize(("lanes", "judged"), [(3, 2.8), (6, 5.4)])
-def test_lanes_fill_the_time_in_which_others_travel(whole: SpanModel, local: Any, lanes: int, judged: float) -> None:
+def test_lanes_use_the_time_in_which_others_travel(whole: SpanModel, local: Any, lanes: int, judged: float) -> None:
     async def scenario(swarm: Swarm) -> None:
         one = await tokens_a_second(swarm, 1)
         assert one == pytest.approx(1 / ((SERVERS + 1) * DELAY))

@@ -47,7 +47,7 @@ def test_text_of_quantized_servers(swarm, form):
     assert (came[0] - expected).norm() <= 0.02 * expected.norm()
 
 
-def test_a_precision_that_nobody_has(swarm):
+def test_a_precision_that_no_server_has(swarm):
     with run_client(swarm, quant="none", wait_for_blocks=0.1) as model, pytest.raises(MissingBlocks):
         model.generate(PROMPT, max_new_tokens=2)
 

@@ -420,7 +420,7 @@ def test_other_ways_to_call_a_model_with_virtual_tokens(llamas: TestSwarm) -> No
         assert_close(rest.logits, expected.logits[:, 5:])
 
 
-def test_what_is_trained_is_float32_also_in_a_16_bit_model(llamas: TestSwarm) -> None:
+def test_trained_parameters_are_float32_in_a_16_bit_model(llamas: TestSwarm) -> None:
     kinds = {
         "ptune": swarm.AutoModelForPromptTuning,
         "lora": swarm.AutoDistributedModelForSequenceClassification,

@@ -19,8 +19,7 @@ from torch import nn
 
 from benchmarks.common import machine
 from benchmarks.common.tables import spread
-from swarm.client.threads.compute_lock import ComputeLock, ComputeTicket
-from swarm.client.threads.shared_head import share_head
+from swarm.client.threads.compute_lock import ComputeLock, ComputeTicket, share_head
 
 
 def run(head: nn.Module, width: int, lanes: int, steps: int) -> float:

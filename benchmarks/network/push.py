@@ -29,9 +29,9 @@ from benchmarks.common.tables import spread
 from swarm import AutoDistributedModelForCausalLM, NetworkOptions
 from swarm.client import connection
 from swarm.client.chain.chain import Chain
+from swarm.client.config import RequestOptions
 from swarm.client.hops.hop_session import SessionContext
 from swarm.client.wire.packed_hidden import PackedHidden
-from swarm.client.wire.request_options import RequestOptions
 from swarm.common.version import VERSION
 from swarm.data_structures import Hop, Route, ServerInfo, ServerState, Span, StepLayout, WireFormat
 from swarm.models.checkpoints.checkpoint import open_checkpoint

@@ -7,10 +7,10 @@ import weakref
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
-from swarm.client.batches.forward_pass import PassContext
 from swarm.client.batches.hop_requests import HopRequester
+from swarm.client.batches.passes import PassContext
 from swarm.client.chain.chain import Chain
-from swarm.client.config import ClientConfig, ModelIdentity
+from swarm.client.config import ClientConfig, ModelIdentity, RequestOptions
 from swarm.client.hops.hop_session import SessionContext
 from swarm.client.local_blocks import LocalBlocks
 from swarm.client.routes.events import EventListener, broadcast
@@ -18,7 +18,6 @@ from swarm.client.routes.route_planner import RoutePlanner
 from swarm.client.routes.route_source import MissingBlocksWait
 from swarm.client.threads.network_thread import NetworkThread
 from swarm.client.wire.adapter_upload import AdapterUpload, PackedAdapter
-from swarm.client.wire.request_options import RequestOptions
 from swarm.common.warn_once import WarnOnce
 from swarm.data_structures import ServerInfo, Span
 from swarm.dht.validation import AnnouncementValidator

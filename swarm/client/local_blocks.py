@@ -13,8 +13,7 @@ from typing import Any
 
 import torch
 
-from swarm.client.wire.packed_hidden import MAX_REQUEST_TOKENS
-from swarm.client.wire.padding import PaddedBatch, drop_padding, restore_padding
+from swarm.client.wire.packed_hidden import MAX_REQUEST_TOKENS, PaddedBatch, drop_padding, restore_padding
 from swarm.data_structures import HopTiming, Route, Span, StepLayout
 from swarm.errors import InvalidSpan, TooLong
 from swarm.models.adapters.adapter_batch import NO_ADAPTER, AdapterWeights

@@ -19,10 +19,15 @@ from swarm.client.connection import SwarmConnection
 from swarm.client.early_exit.options import EarlyExit
 from swarm.client.local_blocks import LocalSession
 from swarm.client.routes.events import EventListener, SessionEvent
-from swarm.client.wire.adapter import adapter_parts, detach_parts
-from swarm.client.wire.adapter_upload import pack_adapter
-from swarm.client.wire.packed_hidden import MAX_REQUEST_TOKENS
-from swarm.client.wire.padding import pack_hidden, position_offsets, split_step, unpack_chunks, unpack_hidden
+from swarm.client.wire.adapter_upload import adapter_parts, detach_parts, pack_adapter
+from swarm.client.wire.packed_hidden import (
+    MAX_REQUEST_TOKENS,
+    pack_hidden,
+    position_offsets,
+    split_step,
+    unpack_chunks,
+    unpack_hidden,
+)
 from swarm.data_structures import HopTiming, Route, Span, StepLayout
 from swarm.errors import SessionClosed, TooLong, UsageError
 from swarm.models.placeholder_cache import PlaceholderCache

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 
 HIDDEN_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -14,6 +16,7 @@ def not_finite_help(dtype: str) -> str:
     return "its weights are probably damaged: download them again and restart the server"
 
 
+@cache
 def dtype_name(dtype: torch.dtype) -> str:
     """`torch.float32` becomes "float32"."""
     return str(dtype).removeprefix("torch.")

@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any, cast
 
 import numpy as np
@@ -37,6 +37,7 @@ _INFINITY = {
 patterns are infinite or NaN too."""
 
 
+@lru_cache(1024)
 def payload_bytes(values: int, wire: WireFormat, dtype: str) -> int:
     """Bytes that `values` encoded numbers take. Only `none` depends on the dtype. Raises `WrongDtype` if unknown."""
     if dtype not in HIDDEN_DTYPES:

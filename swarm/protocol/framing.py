@@ -11,6 +11,7 @@ Both lengths are checked against limits before any of the following bytes are re
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from swarm.errors import ProtocolViolation
@@ -29,9 +30,8 @@ class Frame:
     payload: bytes | memoryview = b""
 
 
-def encode_prefix(header_length: int, payload_length: int) -> bytes:
-    """The twelve bytes that precede a frame."""
-    return _PREFIX.pack(header_length, payload_length)
+encode_prefix: Callable[[int, int], bytes] = _PREFIX.pack
+"""Makes the twelve bytes that precede a frame, from the lengths of its header and its payload."""
 
 
 def decode_prefix(prefix: bytes, max_payload: int = MAX_PAYLOAD_BYTES) -> tuple[int, int]:

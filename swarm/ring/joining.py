@@ -14,7 +14,7 @@ from swarm.common.console import addresses_of_all_interfaces
 from swarm.dht.validation import AnnouncementValidator
 from swarm.errors import AddressUnavailable
 from swarm.membership.invite import Invite
-from swarm.protocol.messages.worker import MAX_ADDRESSES
+from swarm.protocol.messages.peers import MAX_ADDRESSES
 from swarm.transport.addresses import is_loopback, sort_by_reach
 from swarm.transport.p2p import P2PConfig, Peer
 

@@ -20,7 +20,7 @@ from typing import Annotated
 import msgspec
 
 from swarm.errors import PairedWithAnother, WorkerLineError, WrongSecret
-from swarm.protocol.messages.worker import Addresses, Label, PairRequest, WorkerChallenge
+from swarm.protocol.messages.peers import Addresses, Label, PairRequest, WorkerChallenge
 
 LINE_PREFIX = "swarm-worker:"
 MAX_LINE_CHARACTERS = 4096

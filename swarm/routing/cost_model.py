@@ -52,7 +52,7 @@ class RouteRequirements:
         after: peer id of the server that receives the last hop's output; None if the client does.
         avoid: peer ids that must not be used.
         penalties: peer id -> seconds >= 0 added where that server is used (see `swarm.routing.peer_health`).
-        overruns: peer id -> seconds >= 0 added for each block there (see `swarm.routing.measured_overruns`).
+        overruns: peer id -> seconds >= 0 added for each block there (see `swarm.routing.peer_health`).
     """
 
     tokens: int = 1

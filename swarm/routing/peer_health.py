@@ -1,8 +1,14 @@
-"""Temporary bans of servers that failed this client: exponential backoff with typed reasons."""
+"""What a client remembers of servers that failed, lied or were slow. Pure: the caller passes the time in.
+
+Failures are temporary bans with exponential backoff. A lie about what passed between two servers, of which the client
+cannot tell whose it was, keeps these two apart. How long steps take is compared with what the server announces.
+"""
 
 from __future__ import annotations
 
 import enum
+import math
+import statistics
 from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 
@@ -10,7 +16,7 @@ MAX_BAN_S = 1800.0
 """Upper bound on a ban, where doubling ends."""
 
 FORGET_AFTER_S = 3600.0
-"""Time after the end of a ban when all failures of the peer are forgotten, even if it was not used since."""
+"""Seconds after which what a client knows of a peer is forgotten: since its last ban ended, or since its last step."""
 
 STRIKE_PENALTY_S = 0.1
 """Cost added to a route for each strike of a peer on it: about one round trip, so that a peer that failed is chosen
@@ -24,6 +30,25 @@ MAX_KEPT_REASONS = 8
 RETRY_AFTER_S = 2.0
 """Where no other server holds a block, one at home that could not be reached is tried again after this time: its router
 may have been away for a moment."""
+
+DISTRUST_S = 1800.0
+"""How long two servers are kept apart."""
+
+MAX_PARTNERS = 2
+"""A server that was caught with this many others is no longer linked at all. An honest one that liars frame loses no
+more than its links: this client passes its outputs on itself."""
+
+PARTNER_PENALTY_S = 0.1
+"""Cost added to a route for each server that a peer was caught with."""
+
+KEPT_STEPS = 8
+"""Newest steps of a server, whose median counts: one that stalls for a moment is not slow."""
+
+HALF_LIFE_S = 300.0
+"""Seconds without a new step after which an overrun counts half."""
+
+MAX_OVERRUN_S = 10.0
+"""Seconds for each block that a server is charged with at most."""
 
 
 class PeerFailure(enum.Enum):
@@ -160,3 +185,100 @@ class PeerHealth:
         """The latest failures of the peer, oldest first."""
         record = self._records.get(peer_id)
         return tuple(record.reasons) if record is not None else ()
+
+
+class LinkTrust:
+    """This client's record of links where one side lied. All times are seconds of one clock, passed in by the caller.
+
+    Args:
+        max_links: links that are remembered; the oldest is forgotten first.
+    """
+
+    def __init__(self, max_links: int = 4096) -> None:
+        self._max_links = max_links
+        self._until: OrderedDict[frozenset[str], float] = OrderedDict()
+
+    def distrust(self, one: str, other: str, now: float) -> None:
+        """One of two servers lied about what passed between them."""
+        pair = frozenset((one, other))
+        self._until.pop(pair, None)
+        self._until[pair] = now + DISTRUST_S
+        while len(self._until) > self._max_links:
+            self._until.popitem(last=False)
+
+    def trusts(self, one: str, other: str, now: float) -> bool:
+        """Whether one of two servers may push to the other."""
+        if not self._until:
+            return True
+        caught = self._partners(now)
+        return other not in caught.get(one, ()) and all(
+            len(caught.get(peer, ())) < MAX_PARTNERS for peer in (one, other)
+        )
+
+    def penalties(self, now: float) -> dict[str, float]:
+        """Peer id -> seconds to add to the cost of using the peer."""
+        return {peer: len(partners) * PARTNER_PENALTY_S for peer, partners in self._partners(now).items()}
+
+    def _partners(self, now: float) -> dict[str, set[str]]:
+        """Peer id -> the servers that it was caught with."""
+        found: dict[str, set[str]] = {}
+        for pair, until in self._until.items():
+            if now < until:
+                for peer in pair:
+                    found.setdefault(peer, set()).update(pair - {peer})
+        return found
+
+
+@dataclass
+class _Overruns:
+    when: float
+    steps: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT_STEPS))
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.steps)
+
+
+class MeasuredOverruns:
+    """Seconds that servers take for each block beyond what they announce. Times are seconds of the caller's clock.
+
+    Args:
+        max_peers: number of peers that are kept; the one measured longest ago is forgotten first.
+    """
+
+    def __init__(self, max_peers: int = 4096) -> None:
+        self._max_peers = max_peers
+        self._peers: OrderedDict[str, _Overruns] = OrderedDict()  # the one measured longest ago first
+
+    def __len__(self) -> int:
+        return len(self._peers)
+
+    def record(self, peer_id: str, seconds: float, now: float, anew: bool = False) -> None:
+        """A step took so many seconds a block longer than announced. Raises `ValueError` if they are not finite.
+
+        Args:
+            anew: forget the steps before this one.
+        """
+        if not math.isfinite(seconds):
+            raise ValueError(f"{seconds} is not a valid overrun: expected a finite number of seconds")
+        known = self._peers.pop(peer_id, None)
+        if known is None or anew:
+            known = _Overruns(now)
+        known.when = now
+        known.steps.append(min(max(seconds, 0.0), MAX_OVERRUN_S))
+        self._peers[peer_id] = known
+        while len(self._peers) > self._max_peers or now - next(iter(self._peers.values())).when > FORGET_AFTER_S:
+            self._peers.popitem(last=False)
+
+    def charges(self, now: float) -> dict[str, float]:
+        """Peer id -> seconds >= 0 for each block that the peer is charged with."""
+        medians = {
+            peer_id: known.median for peer_id, known in self._peers.items() if now - known.when <= FORGET_AFTER_S
+        }
+        least, second = (*sorted(medians.values())[:2], 0.0, 0.0)[:2] if len(medians) > 1 else (0.0, 0.0)
+        charged = {}
+        for peer_id, median in medians.items():
+            age = max(0.0, now - self._peers[peer_id].when)
+            common = second if median == least else least
+            charged[peer_id] = max(0.0, median - common) * 0.5 ** (age / HALF_LIFE_S)
+        return charged

@@ -19,9 +19,7 @@ from swarm.routing.cost_model import (
     is_nearer_over_client,
     route_seconds,
 )
-from swarm.routing.link_trust import LinkTrust
-from swarm.routing.measured_overruns import MeasuredOverruns
-from swarm.routing.peer_health import PeerHealth
+from swarm.routing.peer_health import LinkTrust, MeasuredOverruns, PeerHealth
 from swarm.routing.round_trips import RoundTrips
 from swarm.routing.swarm_snapshot import SwarmSnapshot
 
@@ -164,19 +162,15 @@ class Router:
         this client is not shorter."""
         return self.links.trusts(before, after, now) and not is_nearer_over_client(self._snapshot, before, after)
 
-    def note_step(self, hop: Hop, seconds: float, tokens: int, now: float) -> None:
-        """A server took `seconds` for a step, from this client and back, or from a server in the same place."""
-        self.overruns.record(hop.server.peer_id, self._overrun(hop, seconds, tokens), now)
+    def note_step(self, hop: Hop, seconds: float, tokens: int, now: float, overtaken: bool = False) -> None:
+        """A server took `seconds` for a step, from this client and back, or from a server in the same place.
 
-    def note_overtaken(self, hop: Hop, seconds: float, tokens: int, now: float) -> None:
-        """A server took at least `seconds` for a step that others were quicker to begin anew. What it did before does
-        not count any more."""
-        self.overruns.replace(hop.server.peer_id, self._overrun(hop, seconds, tokens), now)
-
-    def _overrun(self, hop: Hop, seconds: float, tokens: int) -> float:
-        """Seconds a block beyond what the server announces."""
-        expected = announced_seconds(hop, tokens) + self._snapshot.round_trips.get(hop.server.peer_id, 0.0)
-        return (seconds - expected) / hop.span.length
+        Args:
+            overtaken: it took at least that long, and another server was quicker. What it did before counts no more.
+        """
+        peer_id = hop.server.peer_id
+        expected = announced_seconds(hop, tokens) + self._snapshot.round_trips.get(peer_id, 0.0)
+        self.overruns.record(peer_id, (seconds - expected) / hop.span.length, now, overtaken)
 
     def split(
         self,

@@ -23,7 +23,7 @@ from swarm.errors import ProtocolViolation
 from swarm.models.checkpoints.checkpoint import MAX_TENSOR_NAME_CHARACTERS
 from swarm.models.checkpoints.config_limits import MAX_BLOCKS
 from swarm.models.checkpoints.safetensors_header import size_of
-from swarm.protocol.messages.weights import PART_PATTERN
+from swarm.protocol.messages.peers import PART_PATTERN
 
 FILES, CLIENT = "files", "client"
 """The parts that are not blocks. The part of a block is its number."""

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 
 from swarm.client.chain.chain import Chain
+from swarm.client.config import RequestOptions
 from swarm.client.hops.hop_session import SessionContext
 from swarm.client.routes.events import SessionEvent
 from swarm.client.wire.packed_hidden import PackedHidden
-from swarm.client.wire.request_options import RequestOptions
 from swarm.data_structures import Hop, Route, ServerInfo, Span, StepLayout, WireFormat
 from swarm.errors import ProtocolViolation
 from swarm.models.execution.span_model import SpanModel
@@ -153,7 +153,7 @@ class RoutingPlanner:
 
     def note_overtaken(self, hop: Hop, seconds: float, tokens: int) -> None:
         self.overtaken.append(hop.server.peer_id)
-        self.router.note_overtaken(hop, seconds, tokens, time.monotonic())
+        self.router.note_step(hop, seconds, tokens, time.monotonic(), overtaken=True)
 
     async def refresh(self) -> None:
         self.refreshed += 1

@@ -8,10 +8,10 @@ from typing import Any
 
 import msgspec
 
+from swarm.client.config import RequestOptions
 from swarm.client.hops.hop_session import SessionContext
 from swarm.client.wire.adapter_upload import AdapterUpload
 from swarm.client.wire.packed_hidden import PackedHidden
-from swarm.client.wire.request_options import RequestOptions
 from swarm.data_structures import Hop, Route, Span, StepLayout, WireFormat
 from swarm.errors import PeerLost
 from swarm.protocol import messages

@@ -24,9 +24,8 @@ from tests.zoo import PROMPTS, make_checkpoint
 PAD = 0
 
 
-@pytest.mark.parametrize(
-    ("wanted", "span"),
-    [
+def test_local_blocks_can_be_given_in_several_forms() -> None:
+    for wanted, span in [
         (None, None),
         (0, None),
         (4, Span(0, 4)),
@@ -35,15 +34,12 @@ PAD = 0
         (Span(0, 4), Span(0, 4)),
         (range(0, 4), Span(0, 4)),
         (slice(4), Span(0, 4)),
-    ],
-)
-def test_ways_to_say_which(wanted: Any, span: Span | None) -> None:
-    assert parse_local_blocks(wanted, 6) == span
+    ]:
+        assert parse_local_blocks(wanted, 6) == span
 
 
-@pytest.mark.parametrize(
-    ("wanted", "why"),
-    [
+def test_invalid_local_blocks_are_refused() -> None:
+    for wanted, why in [
         ("1:4", "begin with block 0, as in 0:4"),
         ("0:6", "leaves nothing to the swarm, because the model has 6 blocks"),
         (7, "leaves nothing to the swarm"),
@@ -52,14 +48,12 @@ def test_ways_to_say_which(wanted: Any, span: Span | None) -> None:
         ("four", "use a number of blocks"),
         (2.5, "use a number of blocks"),
         (True, "use a number of blocks"),
-    ],
-)
-def test_what_cannot_be_is_said(wanted: Any, why: str) -> None:
-    with pytest.raises(InvalidSpan, match=why):
-        parse_local_blocks(wanted, 6)
+    ]:
+        with pytest.raises(InvalidSpan, match=why):
+            parse_local_blocks(wanted, 6)
 
 
-def test_a_route_begins_here() -> None:
+def test_the_route_is_shown_with_the_local_blocks() -> None:
     route = Route((Hop(server_info(2, 6, "server"), Span(2, 6)),))
     assert describe_route(route, None) == str(route) == "route: 2:6 …server"
     assert describe_route(route, Span(0, 2)) == "route: 0:2 here → 2:6 …server"
@@ -69,7 +63,7 @@ rows = st.integers(1, 5)
 
 
 @given(st.data())
-def test_rows_that_were_copied_already_are_copied_no_further(data: st.DataObject) -> None:
+def test_copied_sequences_are_not_copied_again(data: st.DataObject) -> None:
     """After a step that failed behind, the rows here are where those behind will be."""
     behind = list(range(data.draw(rows)))  # a row is what became of it
     places = st.integers(0, len(behind) - 1)
@@ -84,7 +78,7 @@ def test_rows_that_were_copied_already_are_copied_no_further(data: st.DataObject
 
 
 @pytest.mark.parametrize("fails", [0, 1, 3])
-def test_steps_that_fail_behind_and_come_again(span_model: SpanModel, fails: int) -> None:
+def test_steps_that_failed_at_a_server_are_repeated(span_model: SpanModel, fails: int) -> None:
     """Beams that are copied about, the steps of which fail a few times on their way."""
     generator = torch.Generator().manual_seed(0)
     expected = SessionCache(span_model)
@@ -152,7 +146,7 @@ def test_lanes(model: Any, local: Any, beams: int) -> None:
     assert model.generate(**batch(), lanes="auto", **settings).tolist() == expected.tolist()
 
 
-def test_candidates_are_taken_back_here_too(model: Any, local: Any) -> None:
+def test_rejected_candidates_are_rolled_back_in_local_blocks(model: Any, local: Any) -> None:
     tokens = torch.tensor([PROMPTS[1] * 2])
     settings = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": PAD}
     expected = local.generate(tokens, **settings)
@@ -179,7 +173,7 @@ def test_forward_without_a_session(model: Any, local: Any) -> None:
     torch.testing.assert_close(ours[real], theirs[real], rtol=1e-4, atol=1e-4)
 
 
-def test_timings_and_the_route_tell_of_it(swarm: TestSwarm, capsys: pytest.CaptureFixture[str]) -> None:
+def test_timings_and_route_include_the_local_blocks(swarm: TestSwarm, capsys: pytest.CaptureFixture[str]) -> None:
     with run_client(swarm, local_blocks=3, show_route=True) as model, model.inference_session(max_length=8) as session:
         assert session.timings == ()
         session.step(model.word_embeddings(torch.tensor([PROMPTS[0][:3]])))
@@ -193,7 +187,7 @@ def test_timings_and_the_route_tell_of_it(swarm: TestSwarm, capsys: pytest.Captu
 
 
 @pytest.mark.slow
-def test_a_failure_behind_leaves_both_parts_in_step(folder: Path, local: Any) -> None:
+def test_a_failed_server_leaves_local_and_remote_caches_consistent(folder: Path, local: Any) -> None:
     tokens = torch.tensor([PROMPTS[0]])
     settings = {"max_new_tokens": 12, "num_beams": 3, "do_sample": False, "pad_token_id": PAD}
     expected = local.generate(tokens, **settings).tolist()

@@ -41,7 +41,7 @@ def test_a_payload_of_exactly_the_limit():
 
 
 @given(st.binary(min_size=PREFIX_BYTES, max_size=PREFIX_BYTES))
-def test_any_twelve_bytes(prefix):
+def test_any_prefix_is_decoded_or_refused(prefix):
     try:
         header, payload = decode_prefix(prefix)
     except ProtocolViolation:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from swarm.errors import PairedWithAnother, WorkerLineError, WrongSecret
 from swarm.protocol.messages import WorkerChallenge
-from swarm.protocol.messages.worker import MAX_ADDRESSES
+from swarm.protocol.messages.peers import MAX_ADDRESSES
 from swarm.ring.pairing import (
     LINE_PREFIX,
     WorkerLine,

@@ -35,7 +35,7 @@ def sequences_by_server(shares) -> dict[str, int]:
     st.integers(1, 5),
 )
 @settings(deadline=None, max_examples=300)
-def test_every_sequence_goes_one_way_over_all_blocks(snapshot, wanted, demand, token_counts, seed, most):
+def test_every_sequence_takes_one_route_over_all_blocks(snapshot, wanted, demand, token_counts, seed, most):
     def once():
         return split_batch(snapshot, wanted, token_counts, random.Random(seed), demand, most)
 
@@ -79,7 +79,7 @@ def test_all_shares_end_at_about_the_same_time():
     assert max(ends) - min(ends) < 0.05 * max(ends)
 
 
-def test_a_small_batch_takes_one_way():
+def test_a_small_batch_takes_one_route():
     servers = [server_info(0, 4, f"{n}", throughput=1000.0, forward_throughput=1e5) for n in range(4)]
     assert len(split(servers, [5, 5, 5])) == 1
     assert len(split(servers, [10_000] * 8)) == 4

@@ -44,15 +44,17 @@ def test_a_narrow_beam_still_finds_a_whole_route(snapshot, wanted, demand, width
     assert route_seconds(snapshot, route, demand) >= exact * (1 - 1e-9)
 
 
-@pytest.mark.parametrize("seed", range(12))
-def test_within_one_percent_where_the_beam_is_far_narrower_than_the_swarm(seed):
-    rng = random.Random(seed)
-    snapshot = random_swarm(rng, servers=400, blocks=16, announced=rng.choice([4, 16]), pinged=rng.choice([32, 400]))
-    demand = RouteRequirements(cache_tokens=rng.choice([0, 4096]))
-    wanted = Span(rng.randrange(3), 16)
-    exact = route_seconds(snapshot, find_route(snapshot, wanted, demand, beam_width=len(snapshot)), demand)
-    assert exact <= (found := route_seconds(snapshot, find_route(snapshot, wanted, demand), demand)) * (1 + 1e-9)
-    assert found <= exact * 1.01
+def test_within_one_percent_where_the_beam_is_far_narrower_than_the_swarm():
+    for seed in range(6):
+        rng = random.Random(seed)
+        snapshot = random_swarm(
+            rng, servers=400, blocks=16, announced=rng.choice([4, 16]), pinged=rng.choice([32, 400])
+        )
+        demand = RouteRequirements(cache_tokens=rng.choice([0, 4096]))
+        wanted = Span(rng.randrange(3), 16)
+        exact = route_seconds(snapshot, find_route(snapshot, wanted, demand, beam_width=len(snapshot)), demand)
+        assert exact <= (found := route_seconds(snapshot, find_route(snapshot, wanted, demand), demand)) * (1 + 1e-9)
+        assert found <= exact * 1.01
 
 
 def test_a_beam_as_wide_as_the_swarm_is_exact():

@@ -76,7 +76,7 @@ def test_only_online_servers_count_and_the_others_are_not_accused():
     assert found.excluded == {}
 
 
-def test_who_knows_no_digests_excludes_nobody_for_them_but_sees_who_disagrees():
+def test_without_known_digests_servers_are_not_excluded_but_disputes_are_found():
     servers = [server("a", 0, "xy"), server("odd", 0, "xq"), server("b", 1, "y"), server("c", 2, "z")]
     assert usable(servers) == ["a", "odd", "b", "c"]
     assert disputed_blocks(servers) == {"a": 1, "odd": 1, "b": 1}
@@ -99,7 +99,7 @@ def test_a_server_that_is_odd_in_one_block_is_not_used_for_the_others():
     assert found.excluded == {"odd": "its weights of block 2 are not those in demo/"}
 
 
-def test_a_client_that_knows_the_weights_believes_nobody_else():
+def test_known_digests_decide_whatever_servers_announce():
     servers = [server("a", 1, "y"), *(server(f"odd{n}", 1, "q") for n in range(5))]
     assert usable(servers, digests=["x", "y", "z"]) == ["a"]
     assert usable(servers, digests=["x", "n", "z"]) == []
@@ -115,7 +115,7 @@ def test_of_a_block_whose_digest_is_not_known_the_revision_counts():
     st.dictionaries(st.integers(0, 5), st.sampled_from("xyz")),
 )
 @settings(deadline=None)
-def test_what_is_usable_is_right_and_nobody_is_forgotten(specs, by_block):
+def test_usable_servers_have_the_right_weights_and_all_others_are_excluded(specs, by_block):
     servers = [server(f"p{n}", start, digests) for n, (start, digests) in enumerate(specs)]
     known = WeightDigests(by_block, "those of the test")
     found = compatible_servers(servers, "main", known)

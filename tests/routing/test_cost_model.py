@@ -63,7 +63,7 @@ def test_between_servers_the_client_is_not_visited():
     assert price(snapshot, after="x") == round(price() - 0.03 + DEFAULT_ROUND_TRIP_S / 2, 9)
 
 
-def test_what_nobody_measured_is_the_longer_way_to_the_client():
+def test_an_unmeasured_link_counts_as_the_longer_way_to_the_client():
     a = server_info(0, 3, "a", throughput=10.0, queue_delay=0.05)
     route = Route((Hop(a, Span(0, 2)), Hop(B, Span(2, 6))))
     assert price(SwarmSnapshot((a, B), {"a": 0.04, "b": 0.06}), route) == round(price() - 0.01 + 0.03, 9)
@@ -79,7 +79,7 @@ def test_penalties():
 
 @given(snapshots(), spans(), demands())
 @settings(deadline=None, max_examples=500)
-def test_whatever_is_announced_the_price_is_finite_and_what_the_plain_words_say(snapshot, wanted, demand):
+def test_costs_are_finite_and_equal_a_plain_calculation(snapshot, wanted, demand):
     if missing_blocks(snapshot, wanted, demand):
         return
     route = find_route(snapshot, wanted, demand)
@@ -89,7 +89,7 @@ def test_whatever_is_announced_the_price_is_finite_and_what_the_plain_words_say(
 
 
 @given(st.integers(1, 10_000), *[st.floats(0.0, 1e4)] * 4)
-def test_what_one_server_announces_is_what_a_route_is_charged_with(tokens, throughput, forward, network, queue):
+def test_announced_seconds_equal_the_cost_model(tokens, throughput, forward, network, queue):
     server = server_info(
         2,
         6,
@@ -105,7 +105,7 @@ def test_what_one_server_announces_is_what_a_route_is_charged_with(tokens, throu
     assert announced_seconds(Hop(server, Span(2, 6)), tokens) == pytest.approx(expected)
 
 
-def test_what_was_measured_beyond_the_announcement_is_added_for_each_block():
+def test_overruns_are_added_for_each_block():
     assert price(overruns={"a": 0.5}) == round(price() + 2 * 0.5, 9)
     assert price(overruns={"nobody": 0.5}) == price()
 
@@ -119,20 +119,22 @@ def test_of_equally_quick_servers_the_one_that_needs_no_relay_is_used():
             assert [hop.server.peer_id for hop in find_route(snapshot, Span(0, 3)).hops] == [used]
 
 
-@pytest.mark.parametrize(
-    ("between", "to_client", "over_client"),
-    [(0.05, 0.04, False), (0.3, 0.04, True), (0.09, 0.04, False), (0.11, 0.04, True)],
-)
-def test_a_step_goes_over_the_client_where_that_is_shorter_than_the_link(between, to_client, over_client):
-    a = server_info(0, 3, "a", throughput=10.0, round_trips=(("b", between),))
-    snapshot = SwarmSnapshot((a, B), {"a": to_client, "b": to_client})
-    assert is_nearer_over_client(snapshot, "a", "b") is over_client
-    costs = CostModel(snapshot, RouteRequirements())
-    assert costs.link_seconds.tolist() == [min(between / 2, to_client + VIA_CLIENT_S)]
+def test_a_step_goes_over_the_client_where_that_is_shorter_than_the_link():
+    for between, to_client, over_client in [
+        (0.05, 0.04, False),
+        (0.3, 0.04, True),
+        (0.09, 0.04, False),
+        (0.11, 0.04, True),
+    ]:
+        a = server_info(0, 3, "a", throughput=10.0, round_trips=(("b", between),))
+        snapshot = SwarmSnapshot((a, B), {"a": to_client, "b": to_client})
+        assert is_nearer_over_client(snapshot, "a", "b") is over_client
+        costs = CostModel(snapshot, RouteRequirements())
+        assert costs.link_seconds.tolist() == [min(between / 2, to_client + VIA_CLIENT_S)]
 
 
 @given(snapshots(), st.sampled_from(range(MOST_SERVERS)), st.sampled_from(range(MOST_SERVERS)))
-def test_whether_the_client_hands_on_is_what_the_price_is_made_with(snapshot, before, after):
+def test_relaying_over_the_client_agrees_with_the_cost_model(snapshot, before, after):
     source, target = f"peer{before}", f"peer{after}"
     links = snapshot.links
     at = [

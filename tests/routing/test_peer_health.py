@@ -1,13 +1,24 @@
+"""What a client remembers of servers that failed, lied or were slow."""
+
 from __future__ import annotations
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from swarm.routing.peer_health import (
+    DISTRUST_S,
     FORGET_AFTER_S,
+    HALF_LIFE_S,
+    KEPT_STEPS,
     MAX_BAN_S,
     MAX_KEPT_REASONS,
+    MAX_OVERRUN_S,
+    MAX_PARTNERS,
+    PARTNER_PENALTY_S,
     RETRY_AFTER_S,
+    LinkTrust,
+    MeasuredOverruns,
     PeerFailure,
     PeerHealth,
 )
@@ -16,7 +27,7 @@ failures = st.sampled_from(list(PeerFailure))
 pauses = st.floats(0, 3000)
 
 
-def test_a_peer_that_never_failed_is_well():
+def test_an_unknown_peer_has_no_bans_and_no_penalty():
     health = PeerHealth()
     assert not health.is_banned("a", 0.0)
     assert health.banned_until("a", 0.0) is None
@@ -57,7 +68,7 @@ def test_a_worse_fault_during_a_ban_makes_it_longer():
     assert health.reasons("a") == (PeerFailure.UNREACHABLE, PeerFailure.WRONG_ANSWER)
 
 
-def test_to_be_full_does_not_hide_a_fault():
+def test_a_full_cache_does_not_hide_a_fault():
     health = PeerHealth()
     for now in (0.0, 1.0, 2.0):
         health.record_failure("a", PeerFailure.CACHE_FULL, now)
@@ -80,7 +91,7 @@ def test_a_wrong_answer_weighs_more_than_a_lost_connection():
     )
 
 
-def test_who_says_that_it_is_full_or_closing_is_avoided_shortly_and_not_blamed():
+def test_a_full_or_closing_server_is_avoided_shortly_without_a_strike():
     for reason in (PeerFailure.CACHE_FULL, PeerFailure.CLOSING):
         health = PeerHealth()
         for now in (0.0, 100.0, 200.0):
@@ -96,7 +107,7 @@ def test_a_mild_failure_does_not_shorten_a_long_ban():
     assert health.reasons("a") == (PeerFailure.WRONG_ANSWER, PeerFailure.CACHE_FULL)
 
 
-def test_success_forgives_once_the_peer_was_free_as_long_as_it_was_banned():
+def test_a_success_clears_the_record_after_as_long_as_the_ban_lasted():
     health = PeerHealth()
     until = health.record_failure("a", PeerFailure.TIMED_OUT, 0.0)
     health.record_success("a", 1.0)  # a session that still runs
@@ -108,7 +119,7 @@ def test_success_forgives_once_the_peer_was_free_as_long_as_it_was_banned():
     assert health.record_failure("a", PeerFailure.TIMED_OUT, 1000.0) == 1000.0 + PeerFailure.TIMED_OUT.ban_seconds
 
 
-def test_time_forgives():
+def test_old_failures_are_forgotten():
     health = PeerHealth()
     until = health.record_failure("a", PeerFailure.TIMED_OUT, 0.0)
     later = until + FORGET_AFTER_S
@@ -150,7 +161,7 @@ def test_while_failing_a_ban_never_ends_sooner_than_it_was_said(events):
 
 @given(st.lists(st.tuples(failures, pauses), min_size=1, max_size=40))
 @settings(deadline=None, max_examples=200)
-def test_after_good_behavior_a_peer_is_as_good_as_new(events):
+def test_a_success_after_a_long_time_clears_the_record(events):
     health = PeerHealth()
     now = 0.0
     for reason, pause in events:
@@ -180,3 +191,100 @@ def test_a_peer_that_fails_again_is_left_alone_again_and_a_graver_failure_counts
     assert until == 3.0 + PeerFailure.UNREACHABLE.ban_seconds, "tries during a ban are no further strikes"
     health.record_failure("a", PeerFailure.WRONG_ANSWER, 6.0)
     assert health.worth_a_try(10.0) == frozenset()
+
+
+peers = st.sampled_from("abcdef")
+pairs = st.lists(st.tuples(peers, peers).filter(lambda pair: pair[0] != pair[1]), max_size=12)
+
+
+@given(pairs, st.floats(0, DISTRUST_S * 0.9))
+def test_links_are_distrusted_for_a_while_with_their_penalties(caught, now):
+    trust = LinkTrust()
+    for one, other in caught:
+        trust.distrust(one, other, 0.0)
+    partners = {peer: {b if a == peer else a for a, b in caught if peer in (a, b)} for peer in "abcdef"}
+    for one in "abcdef":
+        assert trust.penalties(now).get(one, 0.0) == len(partners[one]) * PARTNER_PENALTY_S
+        for other in set("abcdef") - {one}:
+            alone = any(len(partners[peer]) >= MAX_PARTNERS for peer in (one, other))
+            assert trust.trusts(one, other, now) == (other not in partners[one] and not alone)
+            assert trust.trusts(one, other, DISTRUST_S)
+
+
+@given(pairs)
+def test_a_lying_server_affects_at_most_two_neighbors(attempts):
+    """However it chooses them, and whoever else is caught meanwhile."""
+    trust, caught = LinkTrust(), set()
+    for _, other in attempts:
+        if other != "a" and trust.trusts("a", other, 0.0):
+            trust.distrust("a", other, 0.0)
+            caught.add(other)
+    assert len(caught) <= MAX_PARTNERS
+
+
+def test_the_number_of_remembered_links_is_bounded():
+    trust = LinkTrust(max_links=2)
+    for other in "bcd":
+        trust.distrust("x" + other, other, 0.0)
+    assert [trust.trusts("x" + other, other, 0.0) for other in "bcd"] == [True, False, False]
+
+
+times = st.floats(-100.0, 100.0)
+
+
+def measured(**peers: float) -> MeasuredOverruns:
+    overruns = MeasuredOverruns()
+    for peer_id, seconds in peers.items():
+        overruns.record(peer_id, seconds, 0.0)
+    return overruns
+
+
+def test_a_server_is_charged_with_what_it_takes_beyond_the_others():
+    assert measured(slow=1.0, quick=0.1, middling=0.4).charges(0.0) == pytest.approx(
+        {"slow": 0.9, "quick": 0.0, "middling": 0.3}
+    )
+
+
+def test_a_single_measured_server_is_charged_in_full():
+    assert measured(only=1.0).charges(0.0) == {"only": 1.0}
+
+
+@given(st.floats(0.0, MAX_OVERRUN_S), st.integers(2, 10))
+def test_servers_that_are_equally_slow_are_not_charged(seconds, count):
+    assert set(measured(**{f"peer {n}": seconds for n in range(count)}).charges(0.0).values()) == {0.0}
+
+
+def test_a_server_that_stalls_for_a_moment_is_not_slow():
+    overruns = measured(one=0.0, other=0.0)
+    overruns.record("one", 0.0, 0.0)
+    overruns.record("one", 0.0, 0.0)
+    overruns.record("one", 2.0, 0.0)
+    assert overruns.charges(0.0)["one"] == 0.0
+
+
+def test_an_overtaken_server_starts_again_and_its_charge_decays():
+    overruns = measured(one=0.0, other=0.0)
+    overruns.record("one", 0.5, 0.0, anew=True)
+    assert overruns.charges(0.0)["one"] == 0.5
+    assert overruns.charges(HALF_LIFE_S)["one"] == pytest.approx(0.25)
+    assert "one" not in overruns.charges(FORGET_AFTER_S + 1)
+    for _ in range(KEPT_STEPS):
+        overruns.record("one", 0.0, HALF_LIFE_S)
+    assert overruns.charges(HALF_LIFE_S)["one"] == 0.0
+
+
+@given(st.lists(st.tuples(st.sampled_from("abcdef"), times, st.floats(0.0, 1e5)), max_size=60), st.floats(0.0, 1e6))
+def test_charges_and_remembered_servers_are_bounded(records, now):
+    overruns = MeasuredOverruns(max_peers=3)
+    for peer_id, seconds, when in sorted(records, key=lambda record: record[2]):
+        overruns.record(peer_id, seconds, when)
+        assert len(overruns) <= 3
+    charges = overruns.charges(now)
+    assert all(0.0 <= charge <= MAX_OVERRUN_S for charge in charges.values())
+    assert len(charges) < 2 or min(charges.values()) == 0.0
+
+
+@pytest.mark.parametrize("seconds", [float("nan"), float("inf")])
+def test_infinite_overruns_are_refused(seconds):
+    with pytest.raises(ValueError, match="finite"):
+        MeasuredOverruns().record("one", seconds, 0.0)

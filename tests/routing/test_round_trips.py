@@ -40,7 +40,7 @@ def test_the_one_measured_longest_ago_makes_room():
 
 
 @pytest.mark.parametrize("seconds", [-0.1, math.inf, -math.inf, math.nan])
-def test_what_is_no_round_trip(seconds):
+def test_invalid_round_trips_are_refused(seconds):
     with pytest.raises(ValueError, match="not a valid round trip"):
         RoundTrips().record("a", seconds, 0.0)
 
@@ -63,7 +63,7 @@ def test_averages_stay_within_what_was_measured_and_within_bounds(measured, limi
         assert min(seen[peer]) * 0.999 <= average <= max(seen[peer]) * 1.001
 
 
-def test_all_that_is_known_and_what_was_handed_out_does_not_change():
+def test_recent_round_trips_are_a_copy():
     trips = RoundTrips(lifetime=10.0, fresh=5.0)
     trips.record("a", 0.1, 0.0)
     trips.record("b", 0.2, 8.0)

@@ -6,8 +6,7 @@ import pytest
 
 from swarm.data_structures import Hop, Route, Span
 from swarm.errors import MissingBlocks
-from swarm.routing.measured_overruns import HALF_LIFE_S
-from swarm.routing.peer_health import RETRY_AFTER_S, PeerFailure
+from swarm.routing.peer_health import HALF_LIFE_S, RETRY_AFTER_S, PeerFailure
 from swarm.routing.router import Router
 from swarm.routing.swarm_snapshot import DEFAULT_ROUND_TRIP_S
 from tests.infos import server_info
@@ -34,28 +33,25 @@ def used(route) -> list[str]:
     return [hop.server.peer_id for hop in route.hops]
 
 
-def test_the_best_servers_it_knows():
+def test_the_best_known_servers_are_used():
     assert used(router().route(WANTED, 0.0)) == ["first-fast", "second-fast"]
 
 
-def test_nothing_known_yet():
+def test_an_empty_router_misses_blocks():
     with pytest.raises(MissingBlocks, match="no online server announces them"):
         Router().route(WANTED, 0.0)
 
 
-@pytest.mark.parametrize(
-    ("names", "said"),
-    [
+def test_a_swarm_of_other_models():
+    for names, said in [
         (["m"], "it serves m. A"),
         (["m", "n", "o"], "it serves m, n, o. A"),
         (["m", "n", "o", "p"], "m, n, o and 1 more"),
-    ],
-)
-def test_a_swarm_of_other_models(names, said):
-    made = Router()
-    made.update((), None, names)
-    with pytest.raises(MissingBlocks, match=said):
-        made.route(WANTED, 0.0)
+    ]:
+        made = Router()
+        made.update((), None, names)
+        with pytest.raises(MissingBlocks, match=said):
+            made.route(WANTED, 0.0)
 
 
 def test_blocked_and_allowed_servers():
@@ -145,7 +141,7 @@ def test_pings_go_to_the_ends_of_the_model_first_and_to_the_middle_too():
     assert any(peer_id.startswith("middle") for peer_id in chosen)
 
 
-def test_pings_are_decided_by_the_random_source_alone_and_reach_everybody_some_time():
+def test_pings_depend_on_the_random_source_alone_and_reach_every_server():
     made = Router()
     made.update([server_info(0, 4, f"peer{n}", throughput=10.0 ** (n % 4)) for n in range(100)])
     assert made.candidates_to_ping(WANTED, 0.0, random.Random(1)) == made.candidates_to_ping(
@@ -221,7 +217,7 @@ def test_one_that_was_overtaken_once_is_avoided_at_once():
     for name in ("first-fast", "second-fast"):
         for _ in range(8):
             made.note_step(hop_at(name, made), 0.02, 1, 0.0)
-    made.note_overtaken(hop_at("first-fast", made), 1.0, 1, 0.0)
+    made.note_step(hop_at("first-fast", made), 1.0, 1, 0.0, overtaken=True)
     assert used(made.route(WANTED, 0.0)) == ["first-slow", "second-fast"]
     assert made.health.penalties(0.0) == {}
     assert made.health.banned_peers(0.0) == frozenset()

@@ -14,9 +14,9 @@ import torch
 import uvloop
 
 from swarm.client.chain.chain import Chain
+from swarm.client.config import RequestOptions
 from swarm.client.hops.hop_session import SessionContext
 from swarm.client.wire.packed_hidden import PackedHidden
-from swarm.client.wire.request_options import RequestOptions
 from swarm.data_structures import ServerState, Span, StepLayout, WireFormat
 from swarm.dht.announcer import LIFETIME_PERIODS
 from swarm.dht.directory import fetch_servers

@@ -1,20 +1,21 @@
-"""The requests of one hop: its part of a forward or backward pass, of which the server keeps nothing.
+"""The requests of one hop: its part of a forward or backward pass. The server keeps nothing of it.
 
 Several micro-batches may need the same server, but only a few requests are in flight to it at once: enough to keep it
-busy while replies travel, few enough that the last one does not wait long.
+busy while replies travel, few enough that the last one does not wait long. Streams stay open between requests.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import math
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch
 
-from swarm.client.batches.gradient_packing import HopGradients, gradient_wire_format, pack_scaled, unpack_scaled
-from swarm.client.batches.stream_pool import StreamPool
+from swarm.client.config import RequestOptions
 from swarm.client.wire.adapter_upload import AdapterUpload, PackedAdapter, UploadLedger
 from swarm.client.wire.packed_hidden import PackedHidden
 from swarm.client.wire.reply_checks import (
@@ -27,21 +28,155 @@ from swarm.client.wire.reply_checks import (
     validate_gradients,
     validate_outputs,
 )
-from swarm.client.wire.request_options import RequestOptions
 from swarm.client.wire.timeout_estimator import STALL_ALLOWANCE_S
+from swarm.common.dtypes import HIDDEN_DTYPES
 from swarm.common.large_payloads import run_large
 from swarm.data_structures import Hop, StepLayout, WireFormat
-from swarm.errors import PeerLost, WrongDtype
+from swarm.errors import PeerLost, PeerTimeout, WrongDtype
 from swarm.protocol import messages
 from swarm.protocol.adapter_encoding import gradient_bytes
+from swarm.protocol.compression import decode_tensor, encode_tensor
 from swarm.protocol.framing import Frame
 from swarm.transport.stream import Network, Stream
+
+T = TypeVar("T")
+
+MAX_SCALE_EXPONENT = 100
+"""Largest exponent of the power of two that scales gradients, so that float32 can represent the factor."""
+
+_CPU = torch.device("cpu")
+
+IDLE_TIMEOUT_S = 30.0
+"""Seconds after which an idle stream is closed."""
+
+MAX_IDLE_STREAMS_PER_SERVER = 8
+"""Idle streams that are kept open to one server."""
 
 MAX_REQUESTS_IN_FLIGHT = 8
 """Requests that may be in flight to one server."""
 
 BACKWARD_TIME_FACTOR = 3
 """How many times longer than the forward pass the backward pass of the same tokens may take: it repeats that first."""
+
+
+@dataclass(frozen=True)
+class HopGradients:
+    """Gradients of the blocks of one hop or of several.
+
+    Attributes:
+        inputs: gradient of the blocks' inputs, `[tokens, hidden_size]`, float32.
+        parts: gradients of the adapter's tensors by block, float32; those of a missing block are zero.
+    """
+
+    inputs: torch.Tensor
+    parts: Mapping[int, Sequence[torch.Tensor]]
+
+
+def gradient_wire_format(wire: WireFormat) -> WireFormat:
+    """The wire format of gradients where hidden states use `wire`.
+
+    Gradients need more than 8 bits. Of the 16-bit formats, float16 has eight times the precision of bfloat16, and
+    scaled gradients fit into its range.
+    """
+    return WireFormat.NONE if wire is WireFormat.NONE else WireFormat.FLOAT16
+
+
+def pack_scaled(gradient_TH: torch.Tensor, wire: WireFormat, dtype: str) -> tuple[PackedHidden, float]:
+    """Scale a gradient by a power of two so that its largest value is near 1, and encode it.
+
+    Gradients are often below the range of 16 bits: float16 begins at 6e-8. A power of two changes no digit, and
+    everything that is computed from a gradient is proportional to it.
+
+    Args:
+        gradient_TH: finite, on the CPU, float32.
+        dtype: the dtype on the wire if `wire` is `WireFormat.NONE`.
+
+    Returns:
+        the encoded gradient, and the factor for `unpack_scaled` of the reply.
+    """
+    largest = float(gradient_TH.abs().max())
+    exponent = max(-MAX_SCALE_EXPONENT, min(MAX_SCALE_EXPONENT, math.frexp(largest)[1]))
+    scaled = (gradient_TH * 2.0**-exponent).to(HIDDEN_DTYPES[dtype] if wire is WireFormat.NONE else torch.float32)
+    packed = PackedHidden(encode_tensor(scaled, wire), gradient_TH.shape[0], gradient_TH.shape[1], wire, dtype)
+    return packed, 2.0**exponent
+
+
+def unpack_scaled(packed: PackedHidden, factor: float) -> torch.Tensor:
+    """The gradient in a reply, `[tokens, hidden_size]`, float32, with the scale of `pack_scaled` undone."""
+    flat = decode_tensor(packed.payload, packed.tokens, packed.hidden_size, packed.wire, packed.dtype, _CPU)
+    return flat.float() * factor
+
+
+class StreamPool:
+    """Idle streams by server. For the network thread.
+
+    Args:
+        network: opens streams.
+    """
+
+    def __init__(self, network: Network) -> None:
+        self._network = network
+        self._idle: dict[str, dict[Stream, asyncio.TimerHandle]] = {}
+
+    async def exchange(self, peer_id: str, conversation: Callable[[Stream], Awaitable[T]]) -> T:
+        """Run `conversation` on an idle stream or a new one, and return its result. The stream is kept if it succeeds.
+
+        If the server has closed the idle stream meanwhile, the conversation runs again on a new one.
+        """
+        stream = self._take_idle(peer_id)
+        if stream is not None:
+            try:
+                return await self._run(peer_id, stream, conversation)
+            except PeerTimeout:
+                raise
+            except PeerLost:
+                self._close_idle(peer_id)  # what closed this one has probably closed them all
+        return await self._run(peer_id, await self._network.open_stream(peer_id), conversation)
+
+    def close(self) -> None:
+        """Close all idle streams."""
+        for peer_id in list(self._idle):
+            self._close_idle(peer_id)
+
+    async def _run(self, peer_id: str, stream: Stream, conversation: Callable[[Stream], Awaitable[T]]) -> T:
+        try:
+            result = await conversation(stream)
+        except BaseException:
+            stream.close()  # a late reply must not reach another request
+            raise
+        self._keep(peer_id, stream)
+        return result
+
+    def _take_idle(self, peer_id: str) -> Stream | None:
+        """The idle stream that was used last, or None."""
+        idle = self._idle.get(peer_id)
+        if not idle:
+            return None
+        stream, timer = idle.popitem()
+        timer.cancel()
+        self._remove_if_empty(peer_id)
+        return stream
+
+    def _keep(self, peer_id: str, stream: Stream) -> None:
+        idle = self._idle.setdefault(peer_id, {})
+        if len(idle) >= MAX_IDLE_STREAMS_PER_SERVER:
+            stream.close()
+        else:
+            idle[stream] = asyncio.get_running_loop().call_later(IDLE_TIMEOUT_S, self._expire, peer_id, stream)
+
+    def _expire(self, peer_id: str, stream: Stream) -> None:
+        del self._idle[peer_id][stream]
+        self._remove_if_empty(peer_id)
+        stream.close()
+
+    def _close_idle(self, peer_id: str) -> None:
+        for stream, timer in self._idle.pop(peer_id, {}).items():
+            timer.cancel()
+            stream.close()
+
+    def _remove_if_empty(self, peer_id: str) -> None:
+        if not self._idle[peer_id]:
+            del self._idle[peer_id]
 
 
 @dataclass(frozen=True)

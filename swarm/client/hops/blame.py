@@ -28,7 +28,7 @@ computed with its outputs in good faith.
 
 So a mismatch alone never bans a server; that takes proof that no other server could have made up. A server that is only
 left is avoided for a few seconds. A liar needs a new neighbor for each lie, and after the second it is no longer linked
-at all (`swarm.routing.link_trust`).
+at all (`swarm.routing.peer_health`).
 """
 
 from __future__ import annotations

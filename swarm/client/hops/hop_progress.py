@@ -148,8 +148,7 @@ class HopClock:
         if self._timed_step == number:
             seconds = now - self._start
             if full:
-                self.slowness = self._timeouts.slowness(seconds, tokens)
-                self._timeouts.observe(seconds, tokens)
+                self.slowness = self._timeouts.observe(seconds, tokens)
                 self.measured += 1
                 self._newest = seconds, tokens
         if self.timing is not None and continues:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 
 import msgspec
 
+from swarm.client.config import RequestOptions
 from swarm.client.hops.blame import Claim, InputClaims
 from swarm.client.hops.hop_progress import NO_STEP, HopProgress, ReplyKind
 from swarm.client.hops.input_history import InputHistory, Step
@@ -28,7 +29,6 @@ from swarm.client.wire.reply_checks import (
     validate_left,
     validate_outputs,
 )
-from swarm.client.wire.request_options import RequestOptions
 from swarm.common.large_payloads import run_large
 from swarm.common.weak_callback import weak_callback
 from swarm.data_structures import Hop, Span, StepLayout

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import overload
 
 import torch
 
@@ -63,36 +62,21 @@ class Lane:
             raise explain_cache_full(error, self._lanes) from error
 
 
-class InferenceLanes(Sequence[Lane]):
+class InferenceLanes(tuple[Lane, ...]):
     """The lanes of one model; a context manager that closes them all.
 
     Lanes are independent: an error of one lane, or a server that it loses, does not affect the others.
     """
 
-    def __init__(self, sessions: Sequence[InferenceSession]) -> None:
+    def __new__(cls, sessions: Sequence[InferenceSession]) -> InferenceLanes:
         lock = ComputeLock()
-        self._lanes = [Lane(session, lock, len(sessions)) for session in sessions]
-
-    @overload
-    def __getitem__(self, index: int) -> Lane: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Lane]: ...
-
-    def __getitem__(self, index: int | slice) -> Lane | Sequence[Lane]:
-        return self._lanes[index]
-
-    def __len__(self) -> int:
-        return len(self._lanes)
-
-    def __iter__(self) -> Iterator[Lane]:
-        return iter(self._lanes)
+        return super().__new__(cls, (Lane(session, lock, len(sessions)) for session in sessions))
 
     def close(self) -> None:
         """Close all sessions. Running steps are cancelled."""
-        for lane in self._lanes:
+        for lane in self:
             lane.cancel()
-        for lane in self._lanes:
+        for lane in self:
             lane.close()
 
     def __enter__(self) -> InferenceLanes:

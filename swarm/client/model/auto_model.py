@@ -1,4 +1,7 @@
-"""`AutoDistributedModelFor...`: the transformers model itself, with the swarm in the place of its blocks."""
+"""`AutoDistributedModelFor...`: the transformers model itself, with the swarm in the place of its blocks.
+
+The client's own part of a model comes from this machine, from the hub, or from servers that share it.
+"""
 
 from __future__ import annotations
 
@@ -13,20 +16,21 @@ import torch
 
 from swarm.client.config import ClientConfig, ModelIdentity, NetworkOptions
 from swarm.client.connection import SwarmConnection
-from swarm.client.local_blocks import LocalBlocks, parse_local_blocks
+from swarm.client.local_blocks import LocalBlocks, LocalBlocksOption, parse_local_blocks
 from swarm.client.model.generation_mixin import ActiveSessions, DistributedGenerationMixin, DistributedModelMixin
-from swarm.client.model.model_source import ModelSource
 from swarm.client.model.remote_sequential import RemoteLayer, RemoteSequential
 from swarm.client.model.transformers_hooks import ForwardHooks
-from swarm.client.threads.shared_head import share_head
+from swarm.client.threads.compute_lock import share_head
+from swarm.client.threads.network_thread import NetworkThread
 from swarm.client.tuning.options import TuningConfig, TuningOptions, resolve_tuning
 from swarm.client.tuning.trained import TrainedParameters
 from swarm.data_structures import Span, WireFormat
-from swarm.errors import AdapterMismatch, InvalidOption
+from swarm.dht.validation import AnnouncementValidator
+from swarm.errors import AdapterMismatch, HubUnreachable, InvalidOption, SwarmError
 from swarm.membership.invite import Invite, read_invite
 from swarm.models.adapters.adapter_files import StoredAdapter, read_adapter
 from swarm.models.blockless_model import Task, load_blockless_model
-from swarm.models.checkpoints.checkpoint import Checkpoint
+from swarm.models.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from swarm.models.checkpoints.known_digests import known_digests
 from swarm.models.checkpoints.partial_loading import resolve_dtype
 from swarm.models.cutting.families import classification_class
@@ -34,12 +38,80 @@ from swarm.models.loading.span_loading import load_span
 from swarm.models.tokenizers.end_token import add_end_token, tokenizer_end_token
 from swarm.models.wire_defaults import default_wire_format
 from swarm.protocol.compression import load_quantizer
+from swarm.shared_weights.manifest import CLIENT, parts_of_blocks
+from swarm.shared_weights.peer_model import open_from_peers
 from swarm.transport.addresses import parse_peers
+from swarm.transport.p2p import P2PConfig, Peer
 
 logger = logging.getLogger(__name__)
 
+SOURCES = ("auto", "hub", "peers")
+
 AUTO_WIRE = "auto"
 """The value of `wire` that leaves the format to the model's family."""
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """Which model a client loads and where its files may come from; the fields are arguments of `from_pretrained`."""
+
+    model: str | Path | None
+    revision: str | None
+    cache_dir: str | Path | None
+    weights_from: str
+    initial_peers: tuple[str, ...]
+    membership: Invite | None
+    network: NetworkOptions
+
+    def __post_init__(self) -> None:
+        if self.weights_from not in SOURCES:
+            raise InvalidOption(f"weights_from={self.weights_from!r} is not one of {', '.join(SOURCES)}")
+
+    def open(self, local_blocks: LocalBlocksOption = None) -> Checkpoint:
+        """The model, of which the client's part and these blocks are on this machine if they come from peers."""
+        if self.weights_from == "peers":
+            return self._from_peers(local_blocks)
+        try:
+            return open_checkpoint(self.model, revision=self.revision, cache_dir=self.cache_dir)
+        except HubUnreachable as error:
+            if self.weights_from == "hub" or not self._believes:
+                raise
+            logger.info("The model hub cannot be reached; asking peers for the weights")
+            try:
+                return self._from_peers(local_blocks)
+            except SwarmError as why:
+                raise HubUnreachable(f"{error}. Nor can it be had from peers: {why}") from error
+
+    @property
+    def _believes(self) -> bool:
+        return self.network.digests is not None or self.membership is not None
+
+    def _from_peers(self, local_blocks: LocalBlocksOption) -> Checkpoint:
+        if self.model is None:
+            raise InvalidOption('weights_from="peers" needs the name that the model has in the swarm')
+        thread = NetworkThread()
+        try:
+            return thread.run(self._receive(str(self.model), local_blocks))
+        finally:
+            thread.close()
+
+    async def _receive(self, model: str, local_blocks: LocalBlocksOption) -> Checkpoint:
+        joining = P2PConfig(initial_peers=self.initial_peers, membership=self.membership)
+        peer = await Peer.create(joining, AnnouncementValidator())
+        try:
+            found = await open_from_peers(
+                peer,
+                model,
+                revision=self.revision,
+                digests=self.network.digests,
+                believe_first=self.membership is not None,
+                cache_dir=Path(self.cache_dir) if self.cache_dir is not None else None,
+            )
+            span = parse_local_blocks(local_blocks, found.checkpoint.blocks)
+            await found.require([*parts_of_blocks(0, span.end if span is not None else 0), CLIENT])
+            return found.received
+        finally:
+            await peer.shutdown()
 
 
 class _AutoDistributedModel:

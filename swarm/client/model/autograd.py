@@ -12,13 +12,17 @@ from typing import Any
 
 import torch
 
-from swarm.client.batches.backward_pass import backward_batches
-from swarm.client.batches.forward_pass import ForwardTrace, MicroBatch, forward_batches
-from swarm.client.batches.gradient_packing import HopGradients
-from swarm.client.batches.micro_batches import split_into_micro_batches
+from swarm.client.batches.hop_requests import HopGradients
+from swarm.client.batches.passes import (
+    ForwardTrace,
+    MicroBatch,
+    backward_batches,
+    forward_batches,
+    split_into_micro_batches,
+)
 from swarm.client.connection import SwarmConnection
 from swarm.client.wire.adapter_upload import PackedAdapter, pack_adapter
-from swarm.client.wire.padding import PaddedBatch, drop_padding, pack_hidden, restore_padding, unpack_hidden
+from swarm.client.wire.packed_hidden import PaddedBatch, drop_padding, pack_hidden, restore_padding, unpack_hidden
 from swarm.data_structures import Route, Span
 from swarm.errors import SwarmError
 from swarm.models.adapters.block_adapter import BlockAdapterWeights

@@ -25,8 +25,8 @@ from torch.nn.utils.rnn import pad_sequence
 from swarm.client.connection import SwarmConnection
 from swarm.client.model.autograd import run_remotely
 from swarm.client.session import InferenceSession, StepUnderWay
-from swarm.client.wire.adapter import Adapter, adapter_parts
-from swarm.client.wire.padding import PaddedBatch, drop_padding, packed_texts
+from swarm.client.wire.adapter_upload import Adapter, adapter_parts
+from swarm.client.wire.packed_hidden import PaddedBatch, drop_padding, packed_texts
 from swarm.data_structures import Span
 from swarm.errors import InvalidSpan, SwarmError
 from swarm.protocol.messages import ExitTerms

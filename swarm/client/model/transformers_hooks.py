@@ -19,9 +19,8 @@ import torch
 from torch import nn
 
 from swarm.client.model.remote_sequential import ForwardCall, RemoteLayer
-from swarm.client.tuning.prompted_cache import PromptedCache
-from swarm.client.tuning.virtual_tokens import VirtualTokenLayout, virtual_token_layout
-from swarm.client.wire.padding import packed_texts
+from swarm.client.tuning.virtual_tokens import PromptedCache, VirtualTokenLayout, virtual_token_layout
+from swarm.client.wire.packed_hidden import packed_texts
 from swarm.errors import UsageError
 from swarm.models.placeholder_cache import PlaceholderCache
 

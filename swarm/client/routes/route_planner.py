@@ -131,7 +131,7 @@ class RoutePlanner:
 
     def note_overtaken(self, hop: Hop, seconds: float, tokens: int) -> None:
         """See `RouteSource.note_overtaken`."""
-        self.router.note_overtaken(hop, seconds, tokens, time.monotonic())
+        self.router.note_step(hop, seconds, tokens, time.monotonic(), overtaken=True)
 
     async def split(self, span: Span, token_counts: Sequence[int]) -> tuple[BatchShare, ...]:
         """See `SwarmConnection.split_batch`. Raises `MissingBlocks` at once."""

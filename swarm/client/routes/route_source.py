@@ -26,7 +26,7 @@ MIN_ROUTES_TRIED = 3
 
 
 class RouteSource(Protocol):
-    """Finds routes, and hears how their servers did.
+    """Finds routes, and learns how their servers did.
 
     Attributes:
         missing_blocks_timeout: seconds to wait for blocks that no server holds.
@@ -55,7 +55,7 @@ class RouteSource(Protocol):
         """A server took so long for a step, as this client has measured it."""
 
     def note_overtaken(self, hop: Hop, seconds: float, tokens: int) -> None:
-        """A server took at least so long for a step that others were quicker to begin anew."""
+        """A server took at least so long for a step, and others were quicker although they began later."""
 
     async def refresh(self) -> None:
         """Read the announcements of the swarm again."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from swarm.client.tuning.lora_config import LoraSettings, lora_settings
+from swarm.client.tuning.lora import LoraSettings, lora_settings
 from swarm.errors import InvalidOption
 from swarm.models.adapters.adapter_config import MAX_PROMPT_LENGTH, Method
 

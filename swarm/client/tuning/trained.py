@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 from swarm.client.tuning import saving
-from swarm.client.tuning.lora import Lora, new_lora, stored_lora
-from swarm.client.tuning.lora_config import LoraSettings, select_targets
+from swarm.client.tuning.lora import Lora, LoraSettings, new_lora, select_targets, stored_lora
 from swarm.client.tuning.options import DEFAULT_VIRTUAL_TOKENS, TuningConfig
 from swarm.errors import AdapterError, AdapterMismatch, InvalidOption, UsageError
 from swarm.models.adapters.adapter_config import Method
@@ -19,7 +18,7 @@ from swarm.models.adapters.adapter_files import StoredAdapter
 from swarm.models.adapters.block_adapter import BlockAdapterWeights
 from swarm.models.blockless_model import BlocklessModel
 from swarm.models.checkpoints.checkpoint import Checkpoint
-from swarm.models.cutting.lora_targets import find_lora_targets
+from swarm.models.cutting.model_inspection import find_lora_targets
 
 logger = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""Upload of adapters to servers: packed once, and sent to each server that does not hold them yet.
+"""Adapters on their way to servers: packed once, and sent to each server that does not hold them yet.
 
 A ledger remembers what each server holds, for as long as the server has promised to keep it. A server that has lost a
 part before then refuses the request and gets all parts again, once.
@@ -12,6 +12,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 
@@ -39,6 +40,26 @@ MAX_PARTS_PER_SERVER = 4096
 
 PartKey = tuple[int, bytes]
 """A block and the digest of its part of an adapter."""
+
+
+class Adapter(Protocol):
+    """Soft prompts and LoRA factors by block. Its tensors may require gradients and depend on other tensors."""
+
+    def part(self, block: int) -> BlockAdapterWeights | None:
+        """What is added to one block of the model, with current values; None if nothing is added."""
+
+
+def adapter_parts(adapter: Adapter | None, span: Span) -> dict[int, BlockAdapterWeights]:
+    """The adapter's parts for the blocks of `span`, with current values; blocks without a part are missing."""
+    if adapter is None:
+        return {}
+    parts = {block: adapter.part(block) for block in range(span.start, span.end)}
+    return {block: part for block, part in parts.items() if part is not None and part.tensors}
+
+
+def detach_parts(parts: Mapping[int, BlockAdapterWeights]) -> dict[int, BlockAdapterWeights]:
+    """Copies of the parts that later training does not change."""
+    return {block: part.map_tensors(lambda tensor: tensor.detach().clone()) for block, part in parts.items()}
 
 
 @dataclass(frozen=True)

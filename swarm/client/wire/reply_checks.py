@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import TracebackType
 
 import torch
@@ -50,16 +50,16 @@ class OutputShape:
 
     Attributes:
         exits: where tokens may have left; None if they have to have passed all blocks.
+        values: number of values.
     """
 
     tokens: int
     hidden_size: int
     exits: AllowedExits | None = None
+    values: int = field(init=False, repr=False, compare=False)
 
-    @property
-    def values(self) -> int:
-        """Number of values."""
-        return self.tokens * self.hidden_size
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "values", self.tokens * self.hidden_size)
 
 
 class ReplyDeadline:

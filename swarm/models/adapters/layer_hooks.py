@@ -26,7 +26,7 @@ from swarm.models.adapters.adapter_batch import (
     active_adapters,
 )
 from swarm.models.adapters.block_adapter import BlockAdapterWeights, LoraFactors
-from swarm.models.cutting.lora_targets import linear_size
+from swarm.models.cutting.model_inspection import linear_size
 from swarm.models.weights.frozen_linear import FrozenLinear
 
 MAX_MODULES_IN_ERROR = 12

@@ -77,23 +77,14 @@ In a private swarm each stream begins with an exchange of its own, by which both
     NewerRevocations + payload ->        (if it has seen a newer list)
 """
 
-from swarm.protocol.messages.adapters import AdaptersStored, BlockAdapterSpec, LoraShape, PutAdapters
-from swarm.protocol.messages.codec import (
-    ClientMessage,
-    HandshakeMessage,
-    ReachabilityMessage,
-    ServerMessage,
-    WeightsMessage,
-    WorkerMessage,
-    decode_client,
-    decode_handshake,
-    decode_reachability,
-    decode_server,
-    decode_weights,
-    decode_worker,
-    encode,
-    refusal,
-)
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from swarm.errors import ProtocolViolation, RemoteError
 from swarm.protocol.messages.fields import (
     ADAPTER_DIGEST_BYTES,
     CHECKSUM_BYTES,
@@ -104,44 +95,60 @@ from swarm.protocol.messages.fields import (
     MAX_SEQUENCES,
     Message,
 )
-from swarm.protocol.messages.link import InfoReply, InfoRequest, ProbeReply, ProbeRequest, Refusal
-from swarm.protocol.messages.membership import MemberChallenge, MemberProof, NewerRevocations
-from swarm.protocol.messages.reachability import (
+from swarm.protocol.messages.peers import (
+    Assign,
+    DescribeDevice,
+    DeviceReport,
     DialBackReply,
     DialBackRequest,
+    FindParts,
     ForgetConnections,
+    GetChunk,
+    GetChunkDigests,
+    GetManifest,
+    Holding,
     LookAgain,
+    MemberChallenge,
+    MemberProof,
+    NewerRevocations,
+    Paired,
+    PairRequest,
+    PartData,
+    PartsFound,
+    Release,
+    Released,
+    StillHere,
     UnreachableNotice,
+    WeightHolder,
+    WorkerChallenge,
+    WorkerEvent,
+    WorkerState,
 )
 from swarm.protocol.messages.session import (
+    AdaptersStored,
+    BackwardReply,
+    BackwardRequest,
+    BlockAdapterSpec,
     CloseSession,
     ExitTerms,
+    ForwardReply,
+    ForwardRequest,
     GiveUp,
+    InfoReply,
+    InfoRequest,
+    LoraShape,
     OpenSession,
+    ProbeReply,
+    ProbeRequest,
     PushRequest,
+    PutAdapters,
+    Refusal,
     ReplayReply,
     ReplayRequest,
     SessionOpened,
     SetNeighbors,
     StepReply,
     StepRequest,
-)
-from swarm.protocol.messages.stateless import BackwardReply, BackwardRequest, ForwardReply, ForwardRequest
-from swarm.protocol.messages.weights import FindParts, GetChunk, GetChunkDigests, GetManifest, PartData, PartsFound
-from swarm.protocol.messages.worker import (
-    Assign,
-    DescribeDevice,
-    DeviceReport,
-    Holding,
-    Paired,
-    PairRequest,
-    Release,
-    Released,
-    StillHere,
-    WeightHolder,
-    WorkerChallenge,
-    WorkerEvent,
-    WorkerState,
 )
 
 __all__ = [
@@ -152,6 +159,7 @@ __all__ = [
     "MAX_EXITS",
     "MAX_PEER_SESSIONS",
     "MAX_PROBE_BYTES",
+    "MAX_REFUSAL_CHARACTERS",
     "MAX_SEQUENCES",
     "MEMBERS_PROTOCOL_ID",
     "PROTOCOL_ID",
@@ -238,3 +246,84 @@ WORKER_PROTOCOL_ID = f"{PROTOCOL_ID}/worker"
 """By it a ring's starter sets up its workers."""
 WEIGHTS_PROTOCOL_ID = f"{PROTOCOL_ID}/weights"
 """By it peers get a model's weights from each other."""
+
+MAX_REFUSAL_CHARACTERS = 2000
+
+ClientMessage = (
+    OpenSession
+    | SetNeighbors
+    | StepRequest
+    | PushRequest
+    | GiveUp
+    | ReplayRequest
+    | CloseSession
+    | ForwardRequest
+    | BackwardRequest
+    | PutAdapters
+    | InfoRequest
+    | ProbeRequest
+)
+ServerMessage = (
+    SessionOpened
+    | StepReply
+    | ReplayReply
+    | ForwardReply
+    | BackwardReply
+    | AdaptersStored
+    | InfoReply
+    | ProbeReply
+    | Refusal
+)
+HandshakeMessage = MemberChallenge | MemberProof | NewerRevocations | Refusal
+ReachabilityMessage = DialBackRequest | DialBackReply | UnreachableNotice | LookAgain | ForgetConnections | Refusal
+WorkerMessage = (
+    WorkerChallenge
+    | PairRequest
+    | Paired
+    | StillHere
+    | DescribeDevice
+    | DeviceReport
+    | ProbeRequest
+    | ProbeReply
+    | Assign
+    | WorkerEvent
+    | Release
+    | Released
+    | Refusal
+)
+WeightsMessage = FindParts | PartsFound | GetManifest | GetChunkDigests | GetChunk | PartData | Refusal
+
+
+def _decoder(kinds: Any, what: str) -> Callable[[bytes], Any]:
+    """A function that decodes the headers of one conversation, and raises `ProtocolViolation` for anything else."""
+    decode = msgspec.msgpack.Decoder(kinds).decode
+
+    def decode_or_refuse(header: bytes) -> Any:
+        try:
+            return decode(header)
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            raise ProtocolViolation(f"not {what}: {error}") from None
+
+    return decode_or_refuse
+
+
+encode: Callable[[Message], bytes] = msgspec.msgpack.Encoder().encode
+"""Encodes a message as the bytes of a header."""
+
+decode_client: Callable[[bytes], ClientMessage] = _decoder(ClientMessage, "a valid request")
+"""Decodes a header that a client sent. Raises `ProtocolViolation` if it is not a valid message, as all of these do."""
+
+decode_server: Callable[[bytes], ServerMessage] = _decoder(ServerMessage, "a valid reply")
+decode_handshake: Callable[[bytes], HandshakeMessage] = _decoder(
+    HandshakeMessage, "a message of the members' handshake"
+)
+decode_reachability: Callable[[bytes], ReachabilityMessage] = _decoder(
+    ReachabilityMessage, "a message about reachability"
+)
+decode_worker: Callable[[bytes], WorkerMessage] = _decoder(WorkerMessage, "a message between a starter and its worker")
+decode_weights: Callable[[bytes], WeightsMessage] = _decoder(WeightsMessage, "a message about weights")
+
+
+def refusal(error: RemoteError, step: int | None = None) -> Refusal:
+    """The refusal that carries an error to the other peer."""
+    return Refusal(error.code, str(error)[:MAX_REFUSAL_CHARACTERS], step)

@@ -1,4 +1,4 @@
-"""Messages of an inference session: opening it, its steps, pushes between servers, replay, and its end."""
+"""Messages between a client and a server: sessions, stateless passes, adapters, and measuring the link."""
 
 from __future__ import annotations
 
@@ -8,8 +8,12 @@ from typing import Annotated
 import msgspec
 
 from swarm.data_structures import ExitBatchRule, ExitConfidence, WireFormat
+from swarm.models.adapters.adapter_config import MAX_LORA_RANK, MAX_PROMPT_LENGTH
 from swarm.protocol.messages.fields import (
+    ADAPTER_DIGEST_BYTES,
+    MAX_BLOCKS_PER_REQUEST,
     MAX_EXITS,
+    MAX_PROBE_BYTES,
     MAX_SEQUENCES,
     AdapterDigests,
     Checksum,
@@ -20,7 +24,40 @@ from swarm.protocol.messages.fields import (
     PerSequence,
     SessionId,
     StepNumber,
+    Text,
 )
+
+
+class InfoRequest(Message, frozen=True):
+    """Ask a server what it is doing now."""
+
+
+class InfoReply(Message, frozen=True):
+    """What a server is doing now. It is also the cheapest exchange with which to measure a round trip."""
+
+    start: Count
+    end: Count
+    cache_tokens_free: Annotated[int, msgspec.Meta(ge=0, le=2**48)]
+    sessions: Count
+    version: Name
+
+
+class ProbeRequest(Message, frozen=True):
+    """Measure the link: the payload (at most `MAX_PROBE_BYTES`) is thrown away, `reply_bytes` bytes come back."""
+
+    reply_bytes: Annotated[int, msgspec.Meta(ge=0, le=MAX_PROBE_BYTES)]
+
+
+class ProbeReply(Message, frozen=True):
+    """The answer to a probe, with the requested number of payload bytes."""
+
+
+class Refusal(Message, frozen=True):
+    """The request failed with a typed error (see `swarm.errors`); `step` is the number of the refused step."""
+
+    code: Name
+    message: Text
+    step: Count | None = None
 
 
 class OpenSession(Message, frozen=True):
@@ -186,3 +223,99 @@ class ReplayReply(Message, frozen=True):
 
 class CloseSession(Message, frozen=True):
     """Close the session and free its cache."""
+
+
+class ForwardRequest(Message, frozen=True):
+    """Run blocks [start, end) over packed sequences, payload `[sum(counts), hidden]` in `format`.
+
+    `offsets`: as in `StepLayout`.
+    """
+
+    revision: Name
+    start: Count
+    end: Count
+    counts: PerSequence
+    format: WireFormat
+    dtype: Name
+    reply_format: WireFormat
+    offsets: PerSequence | None = None
+    adapters: AdapterDigests | None = None
+
+
+class ForwardReply(Message, frozen=True):
+    """The outputs of a forward pass, payload `[sum(counts), hidden]` in `format`."""
+
+    format: WireFormat
+    dtype: Name
+    compute_ms: Milliseconds
+
+
+class BackwardRequest(Message, frozen=True):
+    """Compute the gradients of a forward pass with respect to its inputs and adapters; the forward pass is repeated.
+
+    Payload: the inputs `[sum(counts), hidden]` in `format`, then the gradients of the outputs, of the same shape, in
+    `gradient_format`. The other fields are as in `ForwardRequest`.
+    """
+
+    revision: Name
+    start: Count
+    end: Count
+    counts: PerSequence
+    format: WireFormat
+    dtype: Name
+    gradient_format: WireFormat
+    offsets: PerSequence | None = None
+    adapters: AdapterDigests | None = None
+
+
+class BackwardReply(Message, frozen=True):
+    """The gradients of a forward pass.
+
+    Payload: the gradients of the inputs `[sum(counts), hidden]` in `format` and `dtype`, then those of all adapters in
+    float32, in the order of the adapters' bytes (`swarm.protocol.adapter_encoding`).
+    """
+
+    format: WireFormat
+    dtype: Name
+    compute_ms: Milliseconds
+
+
+class LoraShape(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Shape of one module's LoRA factors: A `[rank, inputs]` and B `[outputs, rank]`.
+
+    `module` is the module's path inside the block.
+    """
+
+    module: Name
+    rank: Annotated[int, msgspec.Meta(ge=1, le=MAX_LORA_RANK)]
+    inputs: Annotated[int, msgspec.Meta(ge=1, le=2**20)]
+    outputs: Annotated[int, msgspec.Meta(ge=1, le=2**20)]
+
+
+class BlockAdapterSpec(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Digest and shapes of one block's adapter: a soft prompt of `prompt_length` positions (0: none), LoRA modules."""
+
+    digest: Annotated[bytes, msgspec.Meta(min_length=ADAPTER_DIGEST_BYTES, max_length=ADAPTER_DIGEST_BYTES)]
+    prompt_length: Annotated[int, msgspec.Meta(ge=0, le=MAX_PROMPT_LENGTH)]
+    modules: Annotated[list[LoraShape], msgspec.Meta(max_length=64)]
+
+
+class PutAdapters(Message, frozen=True):
+    """Store adapters for this client: one for each block from `start` on, None for a block without an adapter.
+
+    An adapter that is not used for some time is removed. A request that names a missing adapter is refused with
+    `unknown_adapter`. Payload: the bytes of all adapters, in `dtype`, see `swarm.protocol.adapter_encoding`.
+    """
+
+    start: Count
+    blocks: Annotated[list[BlockAdapterSpec | None], msgspec.Meta(min_length=1, max_length=MAX_BLOCKS_PER_REQUEST)]
+    dtype: Name
+
+
+class AdaptersStored(Message, frozen=True):
+    """The adapters are stored.
+
+    The server keeps them for `lifetime_s` seconds after their last use, or less if it needs the memory.
+    """
+
+    lifetime_s: Annotated[float, msgspec.Meta(ge=0, le=1e9)]

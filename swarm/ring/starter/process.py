@@ -19,7 +19,7 @@ from swarm.models.checkpoints.partial_loading import resolve_dtype
 from swarm.planning.live_swarm import model_size
 from swarm.protocol import messages
 from swarm.protocol.messages import WeightHolder
-from swarm.protocol.messages.reachability import Port
+from swarm.protocol.messages.peers import Port
 from swarm.ring.joining import port_of, start_peer, told_addresses, with_peer_id
 from swarm.ring.starter.life import RingModel, RingWatcher, StarterLife
 from swarm.ring.starter.ring_options import RingOptions

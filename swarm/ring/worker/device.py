@@ -20,7 +20,7 @@ from swarm.common.processes import bound_command
 from swarm.common.units import format_bytes
 from swarm.common.version import VERSION
 from swarm.errors import InvalidOption, SwarmError
-from swarm.protocol.messages.worker import DeviceReport, DtypeName, Holding
+from swarm.protocol.messages.peers import DeviceReport, DtypeName, Holding
 
 logger = logging.getLogger(__name__)
 

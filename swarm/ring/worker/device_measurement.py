@@ -20,7 +20,7 @@ import msgspec
 import torch
 
 from swarm.common import console
-from swarm.protocol.messages.worker import DtypeName
+from swarm.protocol.messages.peers import DtypeName
 from swarm.ring.worker.device import DeviceSpeed
 from swarm.server.memory_budget import resolve_device
 

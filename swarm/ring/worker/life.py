@@ -22,8 +22,7 @@ import msgspec
 from swarm.common.token_buckets import TokenBuckets
 from swarm.errors import PairingRefused, PeerTimeout, ProtocolViolation, RemoteError, SwarmError, WrongSecret
 from swarm.protocol import messages
-from swarm.protocol.messages import Assign, DeviceReport, Holding, WorkerEvent
-from swarm.protocol.messages.codec import MAX_REFUSAL_CHARACTERS
+from swarm.protocol.messages import MAX_REFUSAL_CHARACTERS, Assign, DeviceReport, Holding, WorkerEvent
 from swarm.ring.heartbeat import HEARTBEAT_S, PAIRING_TIMEOUT_S, receive
 from swarm.ring.pairing import new_nonce, require_proof, require_starter
 from swarm.ring.worker.memory import WorkerMemory

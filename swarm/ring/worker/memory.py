@@ -9,7 +9,7 @@ import msgspec
 
 from swarm.common.files.atomic_file import replace_file
 from swarm.errors import InvalidOption
-from swarm.protocol.messages.reachability import PeerId, Port
+from swarm.protocol.messages.peers import PeerId, Port
 from swarm.ring.pairing import SECRET_BYTES, new_secret
 
 FILE = "worker.json"

@@ -14,7 +14,7 @@ from multiaddr import Multiaddr
 
 from swarm.data_structures import Whereabouts
 from swarm.errors import RemoteError
-from swarm.protocol.messages.reachability import MAX_PORTS
+from swarm.protocol.messages.peers import MAX_PORTS
 from swarm.transport import addresses
 from swarm.transport.reach.address_book import AddressBook
 from swarm.transport.reach.dial_back import ask

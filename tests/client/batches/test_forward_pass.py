@@ -1,8 +1,9 @@
-"""Batches without a session: several micro-batches while servers fail."""
+"""Batches without a session: how they are divided into micro-batches, and what happens when servers fail."""
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import re
 from contextlib import nullcontext
 from dataclasses import replace
@@ -10,17 +11,21 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
 
-from swarm.client.batches.forward_pass import MicroBatch, PassContext, forward_batches
 from swarm.client.batches.hop_requests import HopRequester
+from swarm.client.batches.passes import MicroBatch, PassContext, forward_batches, split_into_micro_batches
+from swarm.client.chain.prompt_chunks import MAX_CHUNK_TOKENS
 from swarm.client.wire.packed_hidden import PackedHidden
-from swarm.data_structures import Hop, Route, Span, StepLayout, WireFormat
+from swarm.data_structures import Hop, Route, ServerInfo, Span, StepLayout, WireFormat
 from swarm.errors import AdapterRefused, MemoryFull, MissingBlocks, NotFiniteOutputs, SuspectOutputs, TooLong
 from swarm.protocol import messages
 from swarm.protocol.compression import decode_tensor, encode_tensor
 from tests import virtual_time
 from tests.client.chains import BLOCKS, CLIENT, TOLERANCE, Swarm
 from tests.client.chains import HIDDEN as WIDTH
+from tests.infos import server_info
 
 SERVERS = {"a": (0, 3), "b": (3, 6), "a2": (0, 3), "b2": (3, 6)}
 
@@ -76,7 +81,7 @@ def now() -> float:
     return asyncio.get_running_loop().time()
 
 
-def test_portions_run_at_once_and_come_back_in_order(span_model):
+def test_micro_batches_run_at_once_and_return_in_order(span_model):
     async def act(swarm, batch):
         batch.add(5, "a", "b")
         batch.add(3, "a2", "b2")
@@ -110,7 +115,7 @@ def test_a_server_that_fails_is_replaced_from_its_first_block_on(span_model, nam
 
 
 @pytest.mark.parametrize("replacement", [True, False], ids=["another one", "no other one"])
-def test_a_server_from_whose_outputs_others_make_nan_is_left_and_not_those(span_model, replacement):
+def test_a_server_from_whose_outputs_others_compute_nan_is_replaced(span_model, replacement):
     """Outputs that are huge, and finite, are no violation that a client sees."""
 
     async def act(swarm, batch):
@@ -147,7 +152,7 @@ def test_a_server_from_whose_outputs_others_make_nan_is_left_and_not_those(span_
     play(span_model, act)
 
 
-def test_inputs_from_which_all_make_nan_are_not_sent_round_and_round(span_model):
+def test_inputs_from_which_all_servers_compute_nan_are_not_retried_forever(span_model):
     async def act(swarm, batch):
         for server in swarm.servers.values():
             server.tamper = lambda message, payload: (message, b"\xff" * len(payload))
@@ -160,7 +165,7 @@ def test_inputs_from_which_all_make_nan_are_not_sent_round_and_round(span_model)
     play(span_model, act)
 
 
-def test_a_replacement_may_be_cut_differently(span_model):
+def test_a_replacement_may_have_another_span(span_model):
     async def act(swarm, batch):
         swarm.kill("b")
         swarm.kill("b2")
@@ -173,7 +178,7 @@ def test_a_replacement_may_be_cut_differently(span_model):
     play(span_model, act)
 
 
-def test_nobody_waits_for_a_straggler_twice(span_model):
+def test_a_slow_server_is_waited_for_once(span_model):
     """Neither the portion that met it nor another one that was to meet it later."""
 
     async def act(swarm, batch):
@@ -190,8 +195,7 @@ def test_nobody_waits_for_a_straggler_twice(span_model):
     play(span_model, act)
 
 
-@pytest.mark.parametrize("missing_blocks_timeout", [0.0, 60.0])
-def test_blocks_that_nobody_holds_any_more_are_named(span_model, missing_blocks_timeout):
+def test_missing_blocks_are_named(span_model):
     async def act(swarm, batch):
         swarm.kill("b")
         swarm.kill("b2")
@@ -200,10 +204,10 @@ def test_blocks_that_nobody_holds_any_more_are_named(span_model, missing_blocks_
         with pytest.raises(MissingBlocks, match="blocks 3:6"):
             await batch.run()
 
-    play(span_model, act, missing_blocks_timeout=missing_blocks_timeout)
+    play(span_model, act, missing_blocks_timeout=60.0)
 
 
-def test_what_is_the_clients_fault_is_raised_and_the_rest_is_broken_off(span_model):
+def test_an_agreed_refusal_is_raised_and_cancels_the_rest(span_model):
     async def act(swarm, batch):
         swarm.servers["b2"].runtime._seconds = 2.0
         refused = messages.refusal(TooLong("too long"))
@@ -221,8 +225,9 @@ def test_what_is_the_clients_fault_is_raised_and_the_rest_is_broken_off(span_mod
     play(span_model, act)
 
 
-@pytest.mark.parametrize("error", [TooLong("too long"), AdapterRefused("too large")])
-def test_what_one_server_alone_refuses_another_one_does(span_model, error):
+def test_a_refusal_by_one_server_alone_is_computed_by_another(span_model):
+    error = AdapterRefused("too large")
+
     async def act(swarm, batch):
         swarm.servers["a"].tamper = lambda message, payload: (messages.refusal(error), b"")
         batch.add(5, "a", "b")
@@ -260,3 +265,48 @@ def test_an_interrupted_batch_leaves_nothing_behind(span_model):
         assert not swarm.hub.tasks
 
     play(span_model, act)
+
+
+def servers(hops: int, forward: float = 0.0, network: float = 0.0) -> list[ServerInfo]:
+    return [
+        server_info(n, n + 1, throughput=100.0, forward_throughput=forward, network_throughput=network)
+        for n in range(hops)
+    ]
+
+
+def test_examples():
+    for counts, hops, sizes in [
+        ([], 3, []),
+        ([5], 3, [1]),
+        ([64] * 8, 1, [8]),
+        ([64] * 8, 3, [1] * 8),
+        ([64] * 32, 3, [2] * 16),
+        ([8] * 8, 3, [4, 4]),
+        ([2048] * 2, 1, [1, 1]),
+        ([1, 1, 500, 500, 1, 1], 2, [2, 1, 1, 2]),
+    ]:
+        assert [len(rows) for rows in split_into_micro_batches(counts, servers(hops))] == sizes
+
+
+def test_slow_links_for_gradients_mean_fewer_micro_batches():
+    counts = [64] * 8
+    alone = split_into_micro_batches(counts, servers(3, 1000.0, 1000.0))
+    assert len(split_into_micro_batches(counts, servers(3, 1000.0, 1000.0), 100.0)) < len(alone)
+    assert len(split_into_micro_batches(counts, servers(3, 1000.0, 1e6), 100.0)) == len(alone)
+    assert len(split_into_micro_batches(counts, servers(3), 100.0)) == 8  # nothing is known of the links
+
+
+@example([1], 2, 1.0, 2.3e-309, 0.0)  # a link so slow that its price is no number any more
+@given(
+    st.lists(st.integers(1, 700), min_size=1, max_size=60),
+    st.integers(1, 8),
+    st.floats(0, 1e5),
+    st.floats(0, 1e5),
+    st.floats(0, 1e4),
+)
+def test_micro_batches_hold_every_sequence_once_and_are_about_equal(counts, hops, forward, network, gradients):
+    groups = split_into_micro_batches(counts, servers(hops, forward, network), gradients)
+    assert list(itertools.chain(*groups)) == list(range(len(counts)))
+    assert all(groups)
+    for group in groups:
+        assert sum(counts[row] for row in group) < MAX_CHUNK_TOKENS + max(counts)

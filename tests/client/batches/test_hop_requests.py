@@ -1,4 +1,4 @@
-"""One request to one server that keeps nothing of it, and its answer."""
+"""One request to one server that keeps nothing of it, its reply, and the streams that carry both."""
 
 from __future__ import annotations
 
@@ -7,11 +7,21 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from swarm.client.batches.hop_requests import MAX_REQUESTS_IN_FLIGHT, HopRequester
+from swarm.client.batches.hop_requests import (
+    IDLE_TIMEOUT_S,
+    MAX_IDLE_STREAMS_PER_SERVER,
+    MAX_REQUESTS_IN_FLIGHT,
+    HopRequester,
+    StreamPool,
+    pack_scaled,
+    unpack_scaled,
+)
+from swarm.client.config import RequestOptions
 from swarm.client.wire.adapter_upload import PackedAdapter, pack_adapter
 from swarm.client.wire.packed_hidden import PackedHidden
-from swarm.client.wire.request_options import RequestOptions
 from swarm.data_structures import Span, StepLayout, WireFormat
 from swarm.errors import AdapterRefused, PeerLost, PeerTimeout, ProtocolViolation, RemoteError, WrongDtype
 from swarm.models.adapters.block_adapter import BlockAdapterWeights
@@ -57,7 +67,7 @@ async def ended(server: Any) -> None:
     assert server.open_streams == 0
 
 
-def test_a_forward_says_what_it_wants_and_leaves():
+def test_a_forward_request_and_its_end():
     async def scenario(swarm):
         server = await swarm.add(forward_reply())
         requester = HopRequester(swarm.network, MANNER)
@@ -162,16 +172,17 @@ def test_gradients_of_the_adapter_that_are_wrong(payload, why):
     run(scenario)
 
 
-@pytest.mark.parametrize("kind", remote_errors())
-def test_a_refusal_is_raised_as_the_error_that_it_was(kind):
-    async def scenario(swarm):
-        await swarm.add(refusal(kind("because")))
-        why = r"server …\w+ \(blocks 0:3\) refused: because"
-        with pytest.raises(RemoteError, match=why) as caught:
-            await forward(swarm)
-        assert type(caught.value) is kind
+def test_a_refusal_is_raised_as_the_error_that_it_was():
+    for kind in remote_errors():
 
-    run(scenario)
+        async def scenario(swarm, kind=kind):
+            await swarm.add(refusal(kind("because")))
+            why = r"server …\w+ \(blocks 0:3\) refused: because"
+            with pytest.raises(RemoteError, match=why) as caught:
+                await forward(swarm)
+            assert type(caught.value) is kind
+
+        run(scenario)
 
 
 @pytest.mark.parametrize(
@@ -190,7 +201,7 @@ def test_a_server_that_does_not_answer(answer, kind, why):
     run(scenario)
 
 
-def test_long_work_may_take_as_long_as_was_announced():
+def test_a_long_request_may_take_as_long_as_was_announced():
     """A server that computes 10 tokens a second is not given up after a few seconds of a long batch; and a backward
     takes three times as long."""
 
@@ -239,7 +250,7 @@ def test_few_requests_are_under_way_at_one_server_and_each_may_wait_for_those_be
     run(scenario)
 
 
-def test_who_waits_for_a_server_that_is_lost_hears_of_it_at_once():
+def test_requests_that_wait_for_a_lost_server_fail_at_once():
     async def scenario(swarm):
         server = await swarm.add(None)
         requester = HopRequester(swarm.network, MANNER)
@@ -259,5 +270,129 @@ def test_an_adapter_that_is_refused_is_not_sent_again():
         with pytest.raises(AdapterRefused, match="too large"):
             await forward(swarm, adapter=PROMPTED)
         assert server.asked == [messages.PutAdapters, messages.ForwardRequest]
+
+    run(scenario)
+
+
+PRECISION = {WireFormat.NONE: 0.0, WireFormat.FLOAT16: 2**-11, WireFormat.BFLOAT16: 2**-8}
+
+
+@pytest.mark.parametrize("wire", list(PRECISION))
+@given(exponent=st.integers(-80, 60))
+def test_gradients_of_any_magnitude_keep_their_precision(wire, exponent):
+    gradient = torch.tensor([[1.0, -0.75], [0.3, 1e-3]]) * 2.0**exponent
+    packed, factor = pack_scaled(gradient, wire, "float32")
+    torch.testing.assert_close(unpack_scaled(packed, factor), gradient, rtol=PRECISION[wire], atol=0)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_uncompressed_gradients_have_the_dtype_of_the_inputs(dtype):
+    packed, factor = pack_scaled(torch.tensor([[3e-12, 1e-12]]), WireFormat.NONE, dtype)
+    assert len(packed.payload) == 4
+    torch.testing.assert_close(unpack_scaled(packed, factor), torch.tensor([[3e-12, 1e-12]]), rtol=2**-8, atol=0)
+
+
+def test_extreme_gradients_stay_finite():
+    for value in (0.0, 1e-45, 3.4e38):
+        packed, factor = pack_scaled(torch.tensor([[value]]), WireFormat.NONE, "float32")
+        assert float(unpack_scaled(packed, factor)) == pytest.approx(value, rel=1e-6)
+
+
+INFO = messages.InfoRequest()
+REPLY = (messages.InfoReply(0, 1, 0, 0, "1"), b"")
+
+
+async def ask(stream: Any) -> Any:
+    await stream.send(INFO)
+    return await stream.receive()
+
+
+def test_a_stream_is_used_again():
+    async def scenario(swarm):
+        server = await swarm.add(*[REPLY] * 5)
+        pool = StreamPool(swarm.network)
+        for _ in range(5):
+            await pool.exchange("server", ask)
+        assert len(server.streams) == 1
+        pool.close()
+        await asyncio.sleep(0.1)
+        assert server.open_streams == 0
+
+    run(scenario)
+
+
+def test_each_conversation_has_a_stream_of_its_own_and_few_are_kept():
+    async def scenario(swarm):
+        server = await swarm.add(*[REPLY] * 5)
+        pool = StreamPool(swarm.network)
+        await asyncio.gather(*(pool.exchange("server", ask) for _ in range(MAX_IDLE_STREAMS_PER_SERVER + 4)))
+        await asyncio.sleep(0.1)
+        assert server.open_streams == MAX_IDLE_STREAMS_PER_SERVER
+        await asyncio.gather(*(pool.exchange("server", ask) for _ in range(MAX_IDLE_STREAMS_PER_SERVER)))
+        assert len(server.streams) == MAX_IDLE_STREAMS_PER_SERVER + 4
+
+    run(scenario)
+
+
+def test_idle_streams_are_closed():
+    async def scenario(swarm):
+        server = await swarm.add(*[REPLY] * 5)
+        pool = StreamPool(swarm.network)
+        await pool.exchange("server", ask)
+        await asyncio.sleep(IDLE_TIMEOUT_S - 1)
+        await pool.exchange("server", ask)
+        await asyncio.sleep(IDLE_TIMEOUT_S - 1)
+        assert server.open_streams == 1
+        await asyncio.sleep(2)
+        assert server.open_streams == 0
+        assert not pool._idle
+
+    run(scenario)
+
+
+def test_a_stream_that_the_server_has_closed_is_replaced():
+    async def scenario(swarm):
+        server = await swarm.add(REPLY, "hang up")
+        pool = StreamPool(swarm.network)
+        await asyncio.gather(*(pool.exchange("server", ask) for _ in range(3)))
+        for stream in server.streams:
+            stream.close()
+        await asyncio.sleep(0.1)
+        await pool.exchange("server", ask)
+        assert len(server.streams) == 4  # the others were closed as well, and are not tried
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("error", [PeerTimeout("it is slow"), ValueError("a mistake"), asyncio.CancelledError()])
+def test_a_stream_is_not_used_again_after_an_error(error):
+    async def scenario(swarm):
+        server = await swarm.add(*[REPLY] * 5)
+        pool = StreamPool(swarm.network)
+
+        async def fail(stream: Any) -> None:
+            await ask(stream)
+            raise error
+
+        for _ in range(2):  # over a new stream, and over one that was kept
+            with pytest.raises(type(error)):
+                await pool.exchange("server", fail)
+            await asyncio.sleep(0.1)
+            assert server.open_streams == 0
+            await pool.exchange("server", ask)
+        assert len(server.streams) == 3
+
+    run(scenario)
+
+
+def test_a_server_that_is_gone_is_tried_once_more():
+    async def scenario(swarm):
+        server = await swarm.add(REPLY, "hang up")
+        pool = StreamPool(swarm.network)
+        await pool.exchange("server", ask)
+        server.answers = ("hang up",)
+        with pytest.raises(PeerLost):
+            await pool.exchange("server", ask)
+        assert len(server.streams) == 2
 
     run(scenario)

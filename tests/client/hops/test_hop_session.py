@@ -11,12 +11,12 @@ from typing import Any
 import msgspec
 import pytest
 
+from swarm.client.config import RequestOptions
 from swarm.client.hops.hop_progress import MAX_RETRIES
 from swarm.client.hops.hop_session import OPEN_TIMEOUT_S, HopSession
 from swarm.client.hops.input_history import Step
 from swarm.client.wire.packed_hidden import PackedHidden
 from swarm.client.wire.reply_checks import OutputShape
-from swarm.client.wire.request_options import RequestOptions
 from swarm.data_structures import StepLayout, WireFormat
 from swarm.errors import (
     CacheFull,

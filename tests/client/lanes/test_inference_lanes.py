@@ -54,14 +54,14 @@ def test_a_loop_that_keeps_several_texts_in_flight(model: Any, local: Any) -> No
     assert written == [continued(local, text) for text in texts]
 
 
-def test_one_a_server_of_the_route(model: Any) -> None:
+def test_auto_means_one_lane_for_each_server(model: Any) -> None:
     with model.inference_lanes(max_length=8) as lanes:
         assert len(lanes) == 2
     with pytest.raises(InvalidOption, match="lanes=0"):
         model.inference_lanes(0, max_length=8)
 
 
-def test_steps_of_a_lane_are_done_in_order_and_its_session_can_be_set_back(model: Any, local: Any) -> None:
+def test_steps_of_a_lane_run_in_order_and_its_session_can_roll_back(model: Any, local: Any) -> None:
     text = PROMPTS[1]
     with model.inference_lanes(2, max_length=24) as lanes:
         parts = [lanes[0].submit(model.word_embeddings(torch.tensor([[token]]))) for token in text]
@@ -73,7 +73,7 @@ def test_steps_of_a_lane_are_done_in_order_and_its_session_can_be_set_back(model
         assert int(model.lm_head(again)[:, -1].argmax(-1)) == continued(local, text)[0]
 
 
-def test_a_mistake_in_one_lane_is_no_matter_of_the_others(model: Any) -> None:
+def test_an_error_in_one_lane_does_not_affect_the_others(model: Any) -> None:
     embeddings = model.word_embeddings(torch.tensor([PROMPTS[0]]))
     with model.inference_lanes(2, max_length=len(PROMPTS[0])) as lanes:
         futures = [lane.submit(embeddings) for lane in lanes]
@@ -100,7 +100,7 @@ def test_a_failover_in_one_lane_does_not_touch_the_others(model: Any) -> None:
         assert list(chains[1]._hops) == others
 
 
-def test_more_lanes_than_the_caches_can_hold(model: Any) -> None:
+def test_more_lanes_than_fit_into_the_caches_are_refused(model: Any) -> None:
     embeddings = model.word_embeddings(torch.tensor([PROMPTS[0]]))
     with model.inference_lanes(4, max_length=30) as lanes:
         for lane in lanes[:2]:  # a peer may have three quarters of a server's cache
@@ -110,7 +110,7 @@ def test_more_lanes_than_the_caches_can_hold(model: Any) -> None:
         assert lanes[0].step(embeddings).shape == embeddings.shape
 
 
-def test_closing_gives_up_what_is_under_way(model: Any) -> None:
+def test_closing_cancels_running_steps(model: Any) -> None:
     embeddings = model.word_embeddings(torch.tensor([PROMPTS[0][:1]]))
     with model.inference_lanes(1, max_length=30) as lanes:
         flying = [lanes[0].submit(embeddings) for _ in range(20)]

@@ -236,7 +236,7 @@ def test_two_clients_at_once(swarm: TestSwarm, local: Any) -> None:
     assert texts == {seed: greedy(local, prompt(seed=seed), 20)[0].tolist() for seed in (1, 2)}
 
 
-def test_what_the_swarm_cannot_do_is_said(model: Any) -> None:
+def test_unsupported_arguments_are_refused(model: Any) -> None:
     from transformers import DynamicCache
 
     with pytest.raises(UsageError, match="DynamicCache"):

@@ -13,7 +13,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, StoppingCriteriaList
 
 from swarm.client.chain.chain import Chain
-from swarm.client.model.speculation import bound_candidates, unseen_length, validate_speculation
+from swarm.client.model.generation_mixin import bound_candidates, unseen_length, validate_speculation
 from swarm.data_structures import StepLayout
 from swarm.errors import UsageError
 from tests.client.conftest import SPANS
@@ -185,7 +185,7 @@ def test_sampling(model: Any, local: Any, poor: dict[str, Any]) -> None:
     assert texts[0] == texts[1]
 
 
-def test_what_is_not_at_this_client_is_said(model: Any) -> None:
+def test_drafts_from_remote_blocks_are_refused(model: Any) -> None:
     with pytest.raises(UsageError, match="first blocks of the model, which are not at this client"):
         write(model, prompt(), assistant_early_exit=2)
     with pytest.raises(UsageError, match="assistant_model has to run at this client"):
@@ -206,21 +206,19 @@ class Proposes:
         return tokens, torch.rand(1, self._length, 9) if self._logits else None
 
 
-@pytest.mark.parametrize(("length", "limit", "left"), [(5, 20, 5), (5, 12, 2), (5, 10, 0), (5, 3, 0), (0, 20, 0)])
-@pytest.mark.parametrize("logits", [True, False])
-def test_candidates_are_bounded(length: int, limit: int, left: int, logits: bool) -> None:
-    tokens, scores = bound_candidates(Proposes(length, logits), limit).get_candidates(prompt(10))
-    assert tokens[:, :10].tolist() == prompt(10).tolist()
-    assert tokens[0, 10:].tolist() == list(range(left))
-    assert (scores.shape[1] == left) if logits else scores is None
+def test_candidates_are_bounded() -> None:
+    for logits in [True, False]:
+        for length, limit, left in [(5, 20, 5), (5, 12, 2), (5, 10, 0), (5, 3, 0), (0, 20, 0)]:
+            tokens, scores = bound_candidates(Proposes(length, logits), limit).get_candidates(prompt(10))
+            assert tokens[:, :10].tolist() == prompt(10).tolist()
+            assert tokens[0, 10:].tolist() == list(range(left))
+            assert (scores.shape[1] == left) if logits else scores is None
 
 
-@pytest.mark.parametrize(
-    ("rope_limit", "is_dynamic", "left"), [(12, False, 2), (9, False, 5), (9, True, 0), (30, True, 5)]
-)
-def test_candidates_do_not_change_rotary_frequencies(rope_limit: int, is_dynamic: bool, left: int) -> None:
-    tokens, _ = bound_candidates(Proposes(5, False), 20, rope_limit, is_dynamic).get_candidates(prompt(10))
-    assert tokens.shape[1] == 10 + left
+def test_candidates_do_not_change_rotary_frequencies() -> None:
+    for rope_limit, is_dynamic, left in [(12, False, 2), (9, False, 5), (9, True, 0), (30, True, 5)]:
+        tokens, _ = bound_candidates(Proposes(5, False), 20, rope_limit, is_dynamic).get_candidates(prompt(10))
+        assert tokens.shape[1] == 10 + left
 
 
 def test_generators_that_look_inside_of_the_model_are_refused() -> None:
@@ -230,9 +228,13 @@ def test_generators_that_look_inside_of_the_model_are_refused() -> None:
         validate_speculation(SimpleNamespace(assistant_early_exit=1), is_draft_remote=False)
 
 
-@pytest.mark.parametrize(
-    ("cached", "given", "mask", "unseen"),
-    [(0, 5, 5, None), (3, 5, 5, 2), (3, 5, None, 2), (3, 5, 8, None), (5, 5, 5, None), (9, 5, 5, None)],
-)
-def test_what_of_a_prompt_is_new(cached: int, given: int, mask: int | None, unseen: int | None) -> None:
-    assert unseen_length(cached, given, mask) == unseen
+def test_unseen_length() -> None:
+    for cached, given, mask, unseen in [
+        (0, 5, 5, None),
+        (3, 5, 5, 2),
+        (3, 5, None, 2),
+        (3, 5, 8, None),
+        (5, 5, 5, None),
+        (9, 5, 5, None),
+    ]:
+        assert unseen_length(cached, given, mask) == unseen

@@ -19,7 +19,7 @@ def names(event: RouteTaken) -> list[str]:
     return [hop.server.peer_id for hop in event.route.hops]
 
 
-def test_a_failover_is_told_in_order(span_model):
+def test_events_of_a_failover_come_in_order(span_model):
     async def scenario() -> None:
         swarm = Swarm(span_model, TWICE)
         await swarm.start()
@@ -39,7 +39,7 @@ def test_a_failover_is_told_in_order(span_model):
     virtual_time.run(scenario)
 
 
-def test_waiting_for_blocks_is_told_once(span_model):
+def test_waiting_for_blocks_is_one_event(span_model):
     async def scenario() -> None:
         swarm = Swarm(span_model, {"a": (0, 2), "b": (2, 6)}, missing_blocks_timeout=10.0)
         await swarm.start()
@@ -55,7 +55,7 @@ def test_waiting_for_blocks_is_told_once(span_model):
     virtual_time.run(scenario)
 
 
-def test_a_listener_that_fails_harms_nobody(caplog):
+def test_a_listener_that_fails_does_not_disturb_others(caplog):
     heard = []
 
     def broken(event):

@@ -112,7 +112,7 @@ async def route(planner: RoutePlanner, span: Span = ALL) -> str:
     return " ".join(f"{hop.span}{hop.server.peer_id}" for hop in found.hops)
 
 
-def test_the_first_route_waits_for_a_look_and_for_pings(play):
+def test_the_first_route_waits_for_announcements_and_pings(play):
     async def act(world, planner):
         world.round_trips = {"a": 5.0, "b": 0.01, "c": 0.01, "d": 0.01}
         assert planner.servers == ()
@@ -154,19 +154,20 @@ REASONS = [
 ]
 
 
-@pytest.mark.parametrize(("error", "reason"), REASONS, ids=lambda value: type(value).__name__)
-def test_who_failed_is_kept_out_for_as_long_as_the_reason_says(play, error, reason):
-    async def act(world, planner):
-        assert await route(planner) == "0:3a 3:6b"
-        planner.report_failure("a", error)
-        assert planner.router.health.reasons("a") == (reason,)
-        assert await route(planner) == "0:3c 3:6b"
-        await planner.refresh()
-        assert await route(planner) == "0:3c 3:6b"  # that it is still announced says nothing
-        await asyncio.sleep(reason.ban_seconds + 0.1)
-        assert await route(planner) == "0:3a 3:6b"
+def test_a_server_that_failed_is_avoided_for_as_long_as_its_reason_says(play):
+    for error, reason in REASONS:
 
-    play(act, refresh_period=1000.0)
+        async def act(world, planner, error=error, reason=reason):
+            assert await route(planner) == "0:3a 3:6b"
+            planner.report_failure("a", error)
+            assert planner.router.health.reasons("a") == (reason,)
+            assert await route(planner) == "0:3c 3:6b"
+            await planner.refresh()
+            assert await route(planner) == "0:3c 3:6b"  # that it is still announced says nothing
+            await asyncio.sleep(reason.ban_seconds + 0.1)
+            assert await route(planner) == "0:3a 3:6b"
+
+        play(act, refresh_period=1000.0)
 
 
 def test_a_success_forgives(play):
@@ -182,7 +183,7 @@ def test_a_success_forgives(play):
     play(act)
 
 
-def test_the_person_chooses(play):
+def test_allowed_and_blocked_servers_are_respected(play):
     async def act(world, planner):
         assert await route(planner) == "0:3c 3:6d"
 
@@ -201,7 +202,7 @@ def test_a_set_of_allowed_servers_may_change(play):
     play(act, allowed_servers=allowed)
 
 
-def test_a_picture_in_use_is_renewed_in_the_background(play):
+def test_a_snapshot_in_use_is_refreshed_in_the_background(play):
     async def act(world, planner):
         await route(planner)
         world.servers = world.servers[1:]
@@ -213,7 +214,7 @@ def test_a_picture_in_use_is_renewed_in_the_background(play):
     play(act, refresh_period=15.0)
 
 
-def test_a_look_that_fails_leaves_the_picture_as_it_is(play):
+def test_a_failed_refresh_keeps_the_snapshot(play):
     async def act(world, planner):
         await route(planner)
         world.error = OSError("no network")
@@ -228,7 +229,7 @@ def test_a_look_that_fails_leaves_the_picture_as_it_is(play):
     play(act, refresh_period=15.0)
 
 
-def test_a_client_that_sleeps_asks_nothing_and_looks_again_when_it_wakes_up(play):
+def test_an_idle_client_does_not_refresh_until_it_is_used_again(play):
     async def act(world, planner):
         await route(planner)
         await asyncio.sleep(IDLE_TIMEOUT_S)
@@ -243,7 +244,7 @@ def test_a_client_that_sleeps_asks_nothing_and_looks_again_when_it_wakes_up(play
     play(act, refresh_period=15.0)
 
 
-def test_a_slow_look_is_not_waited_for_where_there_is_an_old_picture(play):
+def test_a_slow_refresh_is_not_waited_for_while_there_is_an_old_snapshot(play):
     async def act(world, planner):
         await route(planner)
         await asyncio.sleep(IDLE_TIMEOUT_S + 1000)
@@ -255,7 +256,7 @@ def test_a_slow_look_is_not_waited_for_where_there_is_an_old_picture(play):
     play(act, refresh_period=15.0)
 
 
-def test_a_look_that_hangs_is_given_up_and_the_next_one_does_not_wait_for_it(play, caplog):
+def test_a_hanging_refresh_is_given_up_and_does_not_delay_the_next(play, caplog):
     async def act(world, planner):
         await route(planner)
         world.look_takes = float("1e9")
@@ -286,7 +287,7 @@ def test_the_records_of_servers_that_served_this_client_are_kept_first(play):
     play(act)
 
 
-def test_missing_blocks_are_looked_for_once(play):
+def test_missing_blocks_cause_one_refresh(play):
     async def act(world, planner):
         await route(planner)
         await asyncio.sleep(5)
@@ -307,7 +308,7 @@ def test_missing_blocks_are_looked_for_once(play):
     play(act, refresh_period=1000.0)
 
 
-def test_a_client_whose_model_nobody_serves_is_told_which_models_are_there(play):
+def test_the_error_for_an_unserved_model_names_the_models_that_are_served(play):
     async def act(world, planner):
         world.servers = []
         with pytest.raises(MissingBlocks, match="it serves another\N{REPLACEMENT CHARACTER}"):
@@ -320,7 +321,7 @@ def test_a_client_whose_model_nobody_serves_is_told_which_models_are_there(play)
     play(act, refresh_period=1000.0)
 
 
-def test_batches_are_split_by_the_same_picture(play):
+def test_batches_are_split_by_the_same_snapshot(play):
     async def act(world, planner):
         portions = await planner.split(ALL, [5] * 4)
         assert sorted(row for portion in portions for row in portion.sequences) == [0, 1, 2, 3]
@@ -338,7 +339,7 @@ def test_batches_are_split_by_the_same_picture(play):
     play(act, refresh_period=1000.0)
 
 
-def test_several_callers_share_one_look(play):
+def test_concurrent_callers_share_one_refresh(play):
     async def act(world, planner):
         await asyncio.gather(*(planner.refresh() for _ in range(5)))
         assert len(world.looks) == 1
@@ -352,7 +353,7 @@ def test_several_callers_share_one_look(play):
     play(act)
 
 
-def test_servers_of_other_weights_are_no_part_of_the_picture(play):
+def test_servers_of_other_weights_are_not_used(play):
     async def act(world, planner):
         world.servers = [*world.servers, server_info(0, 6, "other", revision="theirs", throughput=1e6)]
         assert await route(planner) == "0:3a 3:6b"
@@ -362,7 +363,7 @@ def test_servers_of_other_weights_are_no_part_of_the_picture(play):
 
 
 @pytest.mark.parametrize("show", [True, False])
-def test_a_route_is_shown_when_asked(play, capsys, show):
+def test_a_route_is_printed_if_asked_for(play, capsys, show):
     async def act(world, planner):
         planner.report_route(await planner.route(ALL, None, None, 1))
         assert capsys.readouterr().out == ("route: 0:3 …a → 3:6 …b\n" if show else "")
@@ -370,7 +371,7 @@ def test_a_route_is_shown_when_asked(play, capsys, show):
     play(act, show_route=show)
 
 
-def test_what_many_sessions_see_is_told_once(play):
+def test_a_failure_that_many_sessions_see_is_one_event(play):
     async def act(world, planner):
         for error in (PeerLost("x"), PeerLost("y"), CacheFull("z"), PeerLost("x")):
             planner.report_failure("a", error)
@@ -386,7 +387,7 @@ def test_what_many_sessions_see_is_told_once(play):
     play(act)
 
 
-def test_who_was_too_slow_is_given_longer(play):
+def test_a_server_that_timed_out_gets_more_time(play):
     async def act(world, planner):
         await route(planner)
         assert planner.timeout_factor("a") == 1

@@ -8,8 +8,17 @@ from concurrent.futures import CancelledError, Future
 
 import pytest
 import torch
+from torch import nn
 
-from swarm.client.threads.compute_lock import ComputeLock, ComputeTicket, RandomState, current_ticket
+from swarm.client.threads.compute_lock import (
+    ComputeLock,
+    ComputeTicket,
+    RandomState,
+    current_ticket,
+    share_head,
+    shared_with_no_lane,
+)
+from swarm.models.exits.direct_reading import DirectReading
 
 CPU = torch.device("cpu")
 
@@ -51,7 +60,7 @@ def threads() -> Threads:
     return Threads()
 
 
-def test_one_at_a_time_in_the_order_of_the_answers(threads: Threads) -> None:
+def test_lanes_compute_one_at_a_time_in_the_order_of_their_replies(threads: Threads) -> None:
     lock = ComputeLock()
     answers: list[Future[str]] = [Future() for _ in range(4)]
     waiting = [threading.Event() for _ in answers]
@@ -82,7 +91,7 @@ def test_one_at_a_time_in_the_order_of_the_answers(threads: Threads) -> None:
     assert order == ["2", "0", "3", "1"]
 
 
-def test_while_one_waits_the_others_compute(threads: Threads) -> None:
+def test_other_lanes_compute_while_one_waits(threads: Threads) -> None:
     lock = ComputeLock()
     first, second = Future[int](), Future[int]()
 
@@ -101,7 +110,7 @@ def test_while_one_waits_the_others_compute(threads: Threads) -> None:
     threads.join()
 
 
-def test_errors_of_what_is_waited_for_come_out(threads: Threads) -> None:
+def test_an_error_of_the_awaited_future_is_raised(threads: Threads) -> None:
     failed: Future[None] = Future()
     failed.set_exception(ValueError("no"))
     lock = ComputeLock()
@@ -111,7 +120,7 @@ def test_errors_of_what_is_waited_for_come_out(threads: Threads) -> None:
         pass
 
 
-def test_an_ended_turn_waits_no_more(threads: Threads) -> None:
+def test_a_cancelled_ticket_does_not_wait(threads: Threads) -> None:
     never: Future[None] = Future()
     waiting = threading.Event()
     ticket = ComputeTicket(ComputeLock())
@@ -164,7 +173,7 @@ def test_what_a_lane_samples_depends_on_its_seed_alone(threads: Threads, order: 
         assert values == [float(torch.rand(())) for _ in range(rounds)]
 
 
-def test_a_turn_without_a_random_state_leaves_the_generator_alone() -> None:
+def test_a_ticket_without_a_random_state_leaves_the_generator_alone() -> None:
     torch.manual_seed(5)
     expected = torch.rand(2).tolist()
     torch.manual_seed(5)
@@ -219,13 +228,13 @@ def together(threads: Threads, values: list[int], leaving: tuple[int, ...] = ())
     return work, found
 
 
-def test_who_is_ready_at_the_same_time_computes_together(threads: Threads) -> None:
+def test_lanes_that_are_ready_compute_in_one_batch(threads: Threads) -> None:
     work, found = together(threads, [1, 2, 3, 4])
     assert work.calls == [[1, 2, 3, 4]]
     assert found == {1: 2, 2: 4, 3: 6, 4: 8}
 
 
-def test_who_has_nobody_beside_it_computes_alone(threads: Threads) -> None:
+def test_a_lone_lane_computes_alone(threads: Threads) -> None:
     work, found = together(threads, [5])
     assert (work.calls, found) == ([[5]], {5: 10})
     with ComputeTicket(ComputeLock()) as ticket:
@@ -233,15 +242,82 @@ def test_who_has_nobody_beside_it_computes_alone(threads: Threads) -> None:
 
 
 @pytest.mark.parametrize("leaving", [(4,), (1,), (2, 3, 4), (1, 2, 3)])
-def test_a_lane_that_leaves_first_keeps_nobody_waiting(threads: Threads, leaving: tuple[int, ...]) -> None:
+def test_a_lane_that_ends_does_not_delay_the_batch(threads: Threads, leaving: tuple[int, ...]) -> None:
     work, found = together(threads, [1, 2, 3, 4], leaving)
     stay = [value for value in (1, 2, 3, 4) if value not in leaving]
     assert work.calls == [stay]
     assert found == {value: 2 * value for value in stay}
 
 
-def test_what_fails_fails_for_all_that_were_in_it(threads: Threads) -> None:
+def test_an_error_in_a_batch_is_raised_in_all_its_lanes(threads: Threads) -> None:
     work, found = together(threads, [1, 13, 2])
     assert work.calls == [[1, 2, 13]]
     assert all(isinstance(error, ZeroDivisionError) for error in found.values())
     assert len(found) == 3
+
+
+def test_each_lane_gets_its_own_scores():
+    torch.manual_seed(0)
+    head = nn.Linear(8, 32, bias=False)
+    rows = torch.randn(5, 1, 1, 8)
+    expected = [head(row) for row in rows]
+    calls: list[int] = []
+    plain = head.forward
+    head.forward = lambda hidden: (calls.append(hidden.shape[0]), plain(hidden))[1]
+    share_head(head)
+
+    lock, found = ComputeLock(), {}
+    answers: list[Future[None]] = [Future() for _ in rows]
+    waiting = [threading.Event() for _ in rows]
+
+    def lane(number: int) -> None:
+        with torch.no_grad(), ComputeTicket(lock) as ticket:
+            waiting[number].set()
+            ticket.wait(answers[number])
+            found[number] = head(rows[number])
+
+    threads = [threading.Thread(target=lane, args=(number,)) for number in range(len(rows))]
+    for thread, event in zip(threads, waiting, strict=True):
+        thread.start()
+        assert event.wait(60)
+    with ComputeTicket(lock):  # while somebody computes, their answers come
+        for answer in answers:
+            answer.set_result(None)
+    for thread in threads:
+        thread.join(60)
+    for number, scores in found.items():
+        torch.testing.assert_close(scores, expected[number])
+    assert len(found) == 5
+    assert calls == [5]
+
+
+def test_a_recorded_forward_shares_the_head():
+    head = nn.Linear(8, 32, bias=False).requires_grad_(False)
+    share_head(head)
+    shared: list[torch.Tensor] = []
+
+    class Ticket(ComputeTicket):
+        def compute_batched(self, value, work):
+            shared.append(value)
+            return super().compute_batched(value, work)
+
+    hidden = torch.randn(1, 1, 8)
+    with torch.no_grad(), Ticket(ComputeLock()):
+        reading = DirectReading(lambda hidden: head(hidden) * 2, shared_with_no_lane)
+        found = [reading(hidden) for _ in range(2)]
+        assert current_ticket() is not None
+    assert [one.data_ptr() for one in shared] == [hidden.data_ptr()] * 2, "what was recorded and compared is not"
+    assert all(one.equal(head(hidden) * 2) for one in found)
+
+
+def test_only_single_tokens_without_gradients_in_lanes_share_the_head():
+    head = nn.Linear(4, 6)
+    rows = torch.randn(2, 3, 4)
+    expected = head(rows)
+    share_head(head)
+    torch.testing.assert_close(head(rows), expected)
+    with ComputeTicket(ComputeLock()):
+        torch.testing.assert_close(head(rows), expected)
+        one = head(rows[:1, :1])
+        assert one.requires_grad
+        torch.testing.assert_close(one, expected[:1, :1])

@@ -18,9 +18,8 @@ def resolve(given: dict[str, Any]) -> TuningConfig:
     return resolve_tuning(mode, adapter, TuningOptions(**options))
 
 
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
+def test_contradicting_options_are_refused() -> None:
+    for given, said in [
         ({"tuning_mode": "prefix"}, "tuning_mode='prefix' is not one of ptune"),
         ({"tuning_mode": "lora", "pre_seq_len": 4}, "pre_seq_len is for virtual tokens"),
         ({"pre_seq_len": 4}, "add tuning_mode"),
@@ -33,28 +32,23 @@ def resolve(given: dict[str, Any]) -> TuningConfig:
         ({"tuning_mode": "lora", "adapter": "folder", "lora_alpha": 4}, "the adapter folder has its own"),
         ({"trainable": True}, "add adapter="),
         ({"adapter_revision": "main"}, "add adapter="),
-    ],
-)
-def test_what_makes_no_sense_is_refused(given: dict[str, Any], said: str) -> None:
-    with pytest.raises(InvalidOption, match=said):
-        resolve(given)
+    ]:
+        with pytest.raises(InvalidOption, match=said):
+            resolve(given)
 
 
-@pytest.mark.parametrize(
-    ("given", "trainable"),
-    [
+def test_an_adapter_is_frozen_unless_training_goes_on() -> None:
+    for given, trainable in [
         ({}, True),
         ({"tuning_mode": "ptune"}, True),
         ({"adapter": "folder"}, False),
         ({"adapter": "folder", "trainable": True}, True),
         ({"adapter": "folder", "tuning_mode": "lora"}, True),
         ({"adapter": "folder", "tuning_mode": "lora", "trainable": False}, False),
-    ],
-)
-def test_an_adapter_is_frozen_unless_training_goes_on(given: dict[str, Any], trainable: bool) -> None:
-    config = resolve(given)
-    assert isinstance(config, TuningConfig)
-    assert config.trainable is trainable
+    ]:
+        config = resolve(given)
+        assert isinstance(config, TuningConfig)
+        assert config.trainable is trainable
 
 
 def test_classes_are_counted_for_classification_only() -> None:

@@ -13,12 +13,11 @@ import torch
 from huggingface_hub import ModelCard
 
 from swarm.client.tuning import saving
-from swarm.client.tuning.lora import new_lora
-from swarm.client.tuning.lora_config import lora_settings, select_targets
+from swarm.client.tuning.lora import lora_settings, new_lora, select_targets
 from swarm.client.tuning.saving import TrainedSnapshot, peft_config, peft_tensors, push, save
 from swarm.models.adapters.adapter_files import read_adapter
 from swarm.models.checkpoints.checkpoint import Checkpoint, open_checkpoint
-from swarm.models.cutting.lora_targets import find_lora_targets
+from swarm.models.cutting.model_inspection import find_lora_targets
 from tests.zoo import BLOCKS, make_checkpoint
 
 HEAD = {"score.weight": torch.arange(96.0).view(3, 32)}
@@ -65,7 +64,7 @@ def snapshots(checkpoint: Checkpoint) -> dict[str, TrainedSnapshot]:
         *("prompts", "prompts with a head", "deep prompts", "deep prompts with a head", "head"),
     ],
 )
-def test_what_was_written_is_read_again(name: str, checkpoint: Checkpoint, tmp_path: Path) -> None:
+def test_saved_adapters_are_read_back(name: str, checkpoint: Checkpoint, tmp_path: Path) -> None:
     snapshot = snapshots(checkpoint)[name]
     save(snapshot, tmp_path / "new" / "folder")
     assert sorted(path.name for path in (tmp_path / "new" / "folder").iterdir()) == [
@@ -118,7 +117,7 @@ def test_no_path_of_this_machine_is_written(checkpoint: Checkpoint, tmp_path: Pa
         ("head", "swarm", "linear-probing", "text-classification"),
     ],
 )
-def test_the_card_says_what_it_can_be_found_by(
+def test_the_model_card_has_the_tags_by_which_it_is_found(
     name: str, library: str, tag: str, task: str, checkpoint: Checkpoint, tmp_path: Path
 ) -> None:
     save(snapshots(checkpoint)[name], tmp_path)

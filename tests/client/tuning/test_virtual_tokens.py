@@ -6,8 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarm.client.tuning.prompted_cache import PromptedCache
-from swarm.client.tuning.virtual_tokens import IGNORED_LABEL, virtual_token_layout
+from swarm.client.tuning.virtual_tokens import IGNORED_LABEL, PromptedCache, virtual_token_layout
 
 COUNT = 3
 VIRTUAL = torch.tensor([-1, -2, -3])
@@ -37,7 +36,7 @@ def lead(row: list[int]) -> int:
 
 
 @given(masks())
-def test_they_stand_in_front_of_each_rows_first_real_token(mask: torch.Tensor) -> None:
+def test_virtual_tokens_precede_the_first_real_token_of_each_sequence(mask: torch.Tensor) -> None:
     tokens = torch.arange(mask.numel()).view(mask.shape) + 10
     where = virtual_token_layout(COUNT, len(mask), mask)
     found = where.insert(tokens, VIRTUAL).tolist()
@@ -82,7 +81,7 @@ def test_labels_of_virtual_tokens_and_padding_count_nothing(mask: torch.Tensor) 
     assert found[found != IGNORED_LABEL].tolist() == labels[mask == 1].tolist()
 
 
-def test_what_comes_out_behind_the_virtual_tokens_lies_where_it_lay() -> None:
+def test_outputs_behind_the_virtual_tokens_keep_their_slots() -> None:
     """Leaving out the first slots leaves every real token in its own one, however the rows are padded."""
     mask = torch.tensor([[0, 0, 1, 1], [1, 1, 0, 0], [0, 1, 1, 0]])
     tokens = torch.arange(12).view(3, 4)

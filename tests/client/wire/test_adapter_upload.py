@@ -51,7 +51,7 @@ def forward(requester: HopRequester, adapter: PackedAdapter = ADAPTER) -> Any:
     return requester.forward(hop(), INPUT, LAYOUT, adapter)
 
 
-def test_what_is_packed_is_what_was_put_in():
+def test_a_packed_adapter_unpacks_to_the_same_tensors():
     assert list(ADAPTER.parts) == [0, 2]
     (put, payload), *others = ADAPTER.upload_messages(ADAPTER.keys(Span(0, 3)))
     assert not others
@@ -65,21 +65,18 @@ def test_what_is_packed_is_what_was_put_in():
     assert ADAPTER.payload_bytes(ADAPTER.keys(Span(1, 3))) == len(payload) // 2
 
 
-@pytest.mark.parametrize(
-    ("dtypes", "travels"),
-    [
+def test_an_adapter_has_16_bits_only_if_all_its_tensors_have():
+    for dtypes, travels in [
         ((torch.float32, torch.float32), "float32"),
         ((torch.bfloat16, torch.bfloat16), "bfloat16"),
         ((torch.float16, torch.float16), "float16"),
         ((torch.float16, torch.bfloat16), "float32"),
         ((torch.float64, torch.float64), "float32"),
-    ],
-)
-def test_16_bits_only_where_all_is_of_16_bits(dtypes, travels):
-    assert pack_adapter({block: part(1.0, dtype) for block, dtype in enumerate(dtypes)}).dtype == travels
+    ]:
+        assert pack_adapter({block: part(1.0, dtype) for block, dtype in enumerate(dtypes)}).dtype == travels
 
 
-def test_what_holds_nan_is_not_sent():
+def test_nan_is_not_sent():
     bad = part(1.0)
     bad.factors[0].up[0, 0] = torch.nan
     with pytest.raises(NotFinite, match="adapter of block 7"):
@@ -130,7 +127,7 @@ def test_the_request_follows_the_adapter_at_once():
     run(scenario)
 
 
-def test_of_requests_that_come_together_one_brings_the_adapter():
+def test_concurrent_requests_upload_the_adapter_once():
     async def scenario(swarm):
         swarm.hub.delay = lambda source, target: 0.1
         server = await swarm.add(KEPT, forward_reply())
@@ -165,7 +162,7 @@ def test_a_server_that_has_lost_an_adapter_gets_it_again_once():
     run(scenario)
 
 
-def test_what_is_wrong_with_bringing_it_is_told_and_others_try_for_themselves():
+def test_a_failed_upload_is_raised_and_concurrent_requests_try_themselves():
     async def scenario(swarm):
         await swarm.add(OPENED, forward_reply())
         requester = HopRequester(swarm.network, MANNER)
@@ -176,7 +173,7 @@ def test_what_is_wrong_with_bringing_it_is_told_and_others_try_for_themselves():
     run(scenario)
 
 
-def test_a_broken_connection_may_mean_that_everything_is_lost():
+def test_after_a_broken_connection_the_adapter_is_sent_again():
     async def scenario(swarm):
         server = await swarm.add(KEPT, forward_reply(), "hang up")
         requester = HopRequester(swarm.network, MANNER)
@@ -191,7 +188,7 @@ def test_a_broken_connection_may_mean_that_everything_is_lost():
     run(scenario)
 
 
-def test_nothing_is_relied_on_longer_than_the_server_promised():
+def test_an_adapter_is_sent_again_when_its_lifetime_is_over():
     async def scenario(swarm):
         server = await swarm.add(*[KEPT, forward_reply()] * 2)
         requester = HopRequester(swarm.network, MANNER)
@@ -204,7 +201,7 @@ def test_nothing_is_relied_on_longer_than_the_server_promised():
     run(scenario)
 
 
-def test_what_is_remembered_is_bounded(monkeypatch):
+def test_the_ledger_is_bounded(monkeypatch):
     monkeypatch.setattr(adapter_upload, "MAX_LEDGER_SERVERS", 3)
     monkeypatch.setattr(adapter_upload, "MAX_PARTS_PER_SERVER", 2)
     sent = UploadLedger()
@@ -215,7 +212,7 @@ def test_what_is_remembered_is_bounded(monkeypatch):
     assert sent.missing("d", [(0, b"x"), (1, b"x"), (2, b"x")]) == [(0, b"x")]
 
 
-def test_a_session_brings_the_adapter_in_front_and_again_where_it_is_lost():
+def test_a_session_uploads_its_adapter_and_again_if_it_was_lost():
     async def scenario(swarm):
         server = await swarm.add(KEPT, UNKNOWN, KEPT, OPENED)
         carried = adapter_upload.AdapterUpload(ADAPTER)

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from swarm.data_structures import Span
 from swarm.errors import AdapterError, AdapterMismatch
-from swarm.models.adapters import adapter_source
+from swarm.models.adapters import adapter_files
 from swarm.models.adapters.adapter_files import read_adapter, read_block_weights
 from swarm.models.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from tests.zoo import BLOCKS, make_checkpoint
@@ -54,12 +54,12 @@ def changed(made: Path, tmp_path: Path) -> Callable[[Change], Path]:
     def write(change: Change) -> Path:
         config, tensors = (
             json.loads((made / "adapter_config.json").read_text()),
-            load_file(made / adapter_source.WEIGHTS_FILE),
+            load_file(made / adapter_files.WEIGHTS_FILE),
         )
         change(config, tensors)
         (tmp_path / "adapter_config.json").write_text(json.dumps(config))
         save_file(
-            {name: tensor.contiguous() for name, tensor in tensors.items()}, tmp_path / adapter_source.WEIGHTS_FILE
+            {name: tensor.contiguous() for name, tensor in tensors.items()}, tmp_path / adapter_files.WEIGHTS_FILE
         )
         return tmp_path
 
@@ -67,7 +67,7 @@ def changed(made: Path, tmp_path: Path) -> Callable[[Change], Path]:
 
 
 def test_the_parts_of_a_span_are_the_files_factors_scaled(checkpoint: Checkpoint, made: Path) -> None:
-    tensors = load_file(made / adapter_source.WEIGHTS_FILE)
+    tensors = load_file(made / adapter_files.WEIGHTS_FILE)
     parts = read_block_weights(made, checkpoint, Span(2, 5))
     assert sorted(parts) == [2, 3, 4]
     for block, part in parts.items():
@@ -186,13 +186,13 @@ def test_another_revision_can_be_forced(checkpoint: Checkpoint, changed: Any, ca
     assert "used anyway" in caplog.text
 
 
-@pytest.mark.parametrize("revision", [None, "main"])
 def test_a_revision_that_is_not_known_is_logged(
-    revision: str | None, checkpoint: Checkpoint, changed: Any, caplog: pytest.LogCaptureFixture
+    checkpoint: Checkpoint, changed: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with caplog.at_level(logging.WARNING):
-        assert read_block_weights(changed(set_config(revision=revision)), checkpoint, Span(0, BLOCKS))
-    assert "does not say for which revision" in caplog.text
+    for revision in [None, "main"]:
+        with caplog.at_level(logging.WARNING):
+            assert read_block_weights(changed(set_config(revision=revision)), checkpoint, Span(0, BLOCKS))
+        assert "does not say for which revision" in caplog.text
 
 
 def test_the_same_revision_is_taken_without_a_word(
@@ -202,27 +202,24 @@ def test_the_same_revision_is_taken_without_a_word(
     assert not caplog.text
 
 
-@pytest.mark.parametrize("name", adapter_source.PICKLED_WEIGHTS_FILES)
+@pytest.mark.parametrize("name", adapter_files.PICKLED_WEIGHTS_FILES)
 def test_pickled_weights_are_refused_by_name(name: str, checkpoint: Checkpoint, made: Path, tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_bytes((made / "adapter_config.json").read_bytes())
-    torch.save(load_file(made / adapter_source.WEIGHTS_FILE), tmp_path / name)
+    torch.save(load_file(made / adapter_files.WEIGHTS_FILE), tmp_path / name)
     with pytest.raises(AdapterError, match=f"{name}, a pickled file"):
         read_block_weights(tmp_path, checkpoint, Span(0, BLOCKS))
 
 
-@pytest.mark.parametrize(
-    ("config", "said"),
-    [
+def test_an_unreadable_config_is_refused(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    for config, said in [
         (b"", "cannot be read"),
         (b"[1]", "not a JSON object"),
         (b"[" * 100_000, "cannot be read"),
         (b"\xff", "cannot be read"),
-    ],
-)
-def test_a_config_that_is_none(config: bytes, said: str, checkpoint: Checkpoint, tmp_path: Path) -> None:
-    (tmp_path / "adapter_config.json").write_bytes(config)
-    with pytest.raises(AdapterError, match=said):
-        read_block_weights(tmp_path, checkpoint, Span(0, 1))
+    ]:
+        (tmp_path / "adapter_config.json").write_bytes(config)
+        with pytest.raises(AdapterError, match=said):
+            read_block_weights(tmp_path, checkpoint, Span(0, 1))
 
 
 def test_files_that_are_not_there_or_not_what_they_are_called(
@@ -233,10 +230,10 @@ def test_files_that_are_not_there_or_not_what_they_are_called(
     (tmp_path / "adapter_config.json").write_bytes((made / "adapter_config.json").read_bytes())
     with pytest.raises(AdapterError, match=r"has no adapter_model.safetensors"):
         read_block_weights(tmp_path, checkpoint, Span(0, 1))
-    (tmp_path / adapter_source.WEIGHTS_FILE).write_bytes(b"no safetensors")
+    (tmp_path / adapter_files.WEIGHTS_FILE).write_bytes(b"no safetensors")
     with pytest.raises(AdapterError, match="not a readable safetensors file"):
         read_block_weights(tmp_path, checkpoint, Span(0, 1))
-    monkeypatch.setattr(adapter_source, "MAX_WEIGHTS_BYTES", 10)
+    monkeypatch.setattr(adapter_files, "MAX_WEIGHTS_BYTES", 10)
     with pytest.raises(AdapterError, match="at most 10 are allowed"):
         read_block_weights(tmp_path, checkpoint, Span(0, 1))
     with pytest.raises(AdapterError, match="not a local folder, and the hub cannot be reached"):
@@ -266,7 +263,7 @@ def test_a_repository_is_read_as_a_folder_is(
     checkpoint: Checkpoint, made: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hub = Hub(made)
-    monkeypatch.setattr(adapter_source, "hf_hub_download", hub)
+    monkeypatch.setattr(adapter_files, "hf_hub_download", hub)
     assert len(read_block_weights("some/adapter", checkpoint, Span(0, BLOCKS), revision="v2")) == BLOCKS
     assert hub.downloaded == [
         ("some/adapter", "adapter_config.json", "v2"),
@@ -277,14 +274,14 @@ def test_a_repository_is_read_as_a_folder_is(
 def test_what_is_too_large_or_pickled_is_not_even_downloaded(
     checkpoint: Checkpoint, made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    hub = Hub(made, {adapter_source.WEIGHTS_FILE: 1 << 40})
-    monkeypatch.setattr(adapter_source, "hf_hub_download", hub)
+    hub = Hub(made, {adapter_files.WEIGHTS_FILE: 1 << 40})
+    monkeypatch.setattr(adapter_files, "hf_hub_download", hub)
     with pytest.raises(AdapterError, match="1099511627776 bytes long"):
         read_block_weights("some/adapter", checkpoint, Span(0, 1))
     (tmp_path / "adapter_config.json").write_bytes((made / "adapter_config.json").read_bytes())
     (tmp_path / "adapter_model.bin").write_bytes(b"pickle")
     pickled = Hub(tmp_path)
-    monkeypatch.setattr(adapter_source, "hf_hub_download", pickled)
+    monkeypatch.setattr(adapter_files, "hf_hub_download", pickled)
     with pytest.raises(AdapterError, match=r"adapter_model.bin, a pickled file"):
         read_block_weights("some/adapter", checkpoint, Span(0, 1))
     assert {file for _, file, _ in hub.downloaded + pickled.downloaded} == {"adapter_config.json"}

@@ -23,7 +23,7 @@ from swarm.models.adapters.adapter_batch import (
 )
 from swarm.models.adapters.block_adapter import BlockAdapterWeights, LoraFactors
 from swarm.models.checkpoints.checkpoint import open_checkpoint
-from swarm.models.cutting.lora_targets import linear_size
+from swarm.models.cutting.model_inspection import linear_size
 from swarm.models.execution.session_cache import SessionCache, advance_steps, forward_without_cache
 from swarm.models.execution.span_model import SpanModel
 from swarm.models.execution.strategy_choice import choose_forward
@@ -236,9 +236,8 @@ def factors(
     return BlockAdapterWeights(None, (LoraFactors(module, torch.zeros(down), torch.zeros(up)),))
 
 
-@pytest.mark.parametrize(
-    ("block", "part", "message"),
-    [
+def test_what_does_not_fit_is_refused(llama):
+    for block, part, message in [
         (0, factors(), "block 0, which this server does not hold"),
         (4, factors(), "block 4, which"),
         (1, BlockAdapterWeights(torch.zeros(2, HIDDEN + 1)), "33 values wide, but the model's hidden size is 32"),
@@ -257,11 +256,9 @@ def factors(
         (1, factors(up=(HIDDEN + 1, 2)), "the module needs"),
         (1, factors(up=(HIDDEN, 3)), "the module needs"),
         (1, BlockAdapterWeights(None, factors().factors * 2), "names the same module twice"),
-    ],
-)
-def test_what_does_not_fit_is_refused(llama, block, part, message):
-    with pytest.raises(AdapterRefused, match=message):
-        llama.adapted.validate(block, part)
+    ]:
+        with pytest.raises(AdapterRefused, match=message):
+            llama.adapted.validate(block, part)
 
 
 def test_modules_that_see_other_tokens_are_computed_alone(tmp_path_factory):
@@ -292,7 +289,7 @@ def test_a_router_that_is_linear_in_name_only_is_refused(tmp_path_factory):
 
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.lists(st.integers(-2, 6), max_size=5)), min_size=1, max_size=4))
-def test_each_token_gets_what_is_its_own(drawn):
+def test_each_token_gets_its_own_adapter(drawn):
     """Prompts and factors by index, against one token after the other."""
     parts = [
         BlockAdapterWeights(torch.randn(4, 6), (LoraFactors("m", torch.randn(2, 6), torch.randn(5, 2)),)),

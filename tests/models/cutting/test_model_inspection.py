@@ -11,10 +11,10 @@ from swarm.models.checkpoints.checkpoint import open_checkpoint
 from swarm.models.checkpoints.footprint import memory_footprint
 from swarm.models.cutting.model_inspection import inspect_model
 from swarm.models.loading.span_loading import load_span
-from tests.zoo import BLOCKS, FAMILIES, config_of, make_checkpoint
+from tests.zoo import BLOCKS, REPRESENTATIVES, config_of, make_checkpoint
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", REPRESENTATIVES)
 def test_the_structure_of_a_family(family, tmp_path):
     checkpoint = open_checkpoint(make_checkpoint(family, tmp_path))
     structure = inspect_model(checkpoint.config)

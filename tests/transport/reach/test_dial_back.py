@@ -15,7 +15,7 @@ from swarm.errors import DialerBusy, PeerLost, ProtocolViolation, RemoteError, R
 from swarm.protocol import messages
 from swarm.protocol.framing import encode_prefix
 from swarm.protocol.messages import DialBackReply, DialBackRequest
-from swarm.protocol.messages.reachability import MAX_PORTS
+from swarm.protocol.messages.peers import MAX_PORTS
 from swarm.transport.reach.dial_back import (
     ASK_TIMEOUT_S,
     BURST,

@@ -1,4 +1,4 @@
-"""Messages between a ring's starter and its workers: pairing, what a device is, and what it has to do."""
+"""Messages between peers about anything but inference: reachability, membership, weights, a ring's workers."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from swarm.protocol.messages.fields import MAX_BLOCKS_PER_REQUEST, Count, Message, Text
-from swarm.protocol.messages.reachability import PeerId
+from swarm.protocol.messages.fields import MAX_BLOCKS_PER_REQUEST, Count, Message, Name, Text
+
+MAX_PORTS = 4
+"""Ports that one request may have tried."""
 
 MAX_ADDRESSES = 8
 """Addresses of one peer that a message may name."""
@@ -15,26 +17,129 @@ MAX_ADDRESSES = 8
 MAX_HOLDERS = 32
 """Peers from which a worker may receive weights: the workers of a ring, and its starter."""
 
+MAX_PARTS = 2050
+"""Parts of the largest model: its blocks, the client's part, and its files."""
+
+PART_PATTERN = r"\A(?:files|client|0|[1-9][0-9]{0,3})\Z"
+"""Names of parts of a model's weights: a block's is its number (see `swarm.shared_weights`)."""
+
 NONCE_BYTES = 32
 PROOF_BYTES = 32
 DIGEST_BYTES = 32
 
-Nonce = Annotated[bytes, msgspec.Meta(min_length=NONCE_BYTES, max_length=NONCE_BYTES)]
-Proof = Annotated[bytes, msgspec.Meta(max_length=PROOF_BYTES)]
-Label = Annotated[str, msgspec.Meta(pattern=r"\A[^\x00-\x1f\x7f-\x9f]{0,256}\Z")]
-"""A name that is shown, or part of a path: at most 256 characters, none of which controls a terminal."""
+PeerId = Annotated[str, msgspec.Meta(pattern=r"\A[1-9A-HJ-NP-Za-km-z]{1,128}\Z")]
+Port = Annotated[int, msgspec.Meta(ge=1, le=65535)]
+Ports = Annotated[list[Port], msgspec.Meta(max_length=MAX_PORTS)]
 Address = Annotated[str, msgspec.Meta(max_length=128, pattern=r"\A/[!-~]*\Z")]
 Addresses = Annotated[tuple[Address, ...], msgspec.Meta(max_length=MAX_ADDRESSES)]
+Nonce = Annotated[bytes, msgspec.Meta(min_length=NONCE_BYTES, max_length=NONCE_BYTES)]
+Proof = Annotated[bytes, msgspec.Meta(max_length=PROOF_BYTES)]
+PartName = Annotated[str, msgspec.Meta(pattern=PART_PATTERN)]
+Digest = Annotated[bytes, msgspec.Meta(min_length=DIGEST_BYTES, max_length=DIGEST_BYTES)]
+Digests = Annotated[dict[PartName, Digest], msgspec.Meta(max_length=MAX_BLOCKS_PER_REQUEST + 2)]
+Label = Annotated[str, msgspec.Meta(pattern=r"\A[^\x00-\x1f\x7f-\x9f]{0,256}\Z")]
+"""A name that is shown, or part of a path: at most 256 characters, none of which controls a terminal."""
 Bytes = Annotated[int, msgspec.Meta(ge=0, le=2**60)]
 Rate = Annotated[float, msgspec.Meta(gt=0, le=1e18)]
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=3600)]
-Part = Annotated[str, msgspec.Meta(pattern=r"\A(?:[0-9]{1,4}|files|client)\Z")]
-"""A part of a model's weights: the number of a block, `files` or `client` (see `swarm.shared_weights`)."""
-Digest = Annotated[bytes, msgspec.Meta(min_length=DIGEST_BYTES, max_length=DIGEST_BYTES)]
-Digests = Annotated[dict[Part, Digest], msgspec.Meta(max_length=MAX_BLOCKS_PER_REQUEST + 2)]
 Block = Annotated[int, msgspec.Meta(ge=0, le=MAX_BLOCKS_PER_REQUEST)]
 DtypeName = Literal["float32", "bfloat16", "float16"]
 WorkerState = Literal["idle", "receiving", "starting", "online", "failed"]
+
+
+class DialBackRequest(Message, frozen=True):
+    """Ask a peer to dial this one at these ports of the IP address from which it sees this stream come."""
+
+    ports: Ports
+
+
+class UnreachableNotice(Message, frozen=True):
+    """Tell a peer that this one has failed to dial another, to which it may have a connection."""
+
+    peer_id: PeerId
+
+
+class LookAgain(Message, frozen=True):
+    """Tell a peer that another one has failed to dial it."""
+
+
+class ForgetConnections(Message, frozen=True):
+    """Tell a relay to close all its connections to this peer, because this one has lost some of them."""
+
+
+class DialBackReply(Message, frozen=True):
+    """That address, and the ports at which the asking peer, and no other, has answered."""
+
+    host: Annotated[str, msgspec.Meta(max_length=45)]
+    reached: Ports
+
+
+class MemberChallenge(Message, frozen=True):
+    """Asks the peer that opened a stream to prove that it is a member. It says nothing else."""
+
+    nonce: Nonce
+
+
+class MemberProof(Message, frozen=True):
+    """A certificate, and a signature with its key over both peer ids and both nonces.
+
+    `revocations` is the number of the newest list that the sender has seen. If the dialer has an older one, the
+    acceptor's payload is the list.
+    """
+
+    certificate: Annotated[bytes, msgspec.Meta(max_length=512)]
+    nonce: Nonce
+    signature: Annotated[bytes, msgspec.Meta(min_length=64, max_length=64)]
+    revocations: Count
+
+
+class NewerRevocations(Message, frozen=True):
+    """The payload is the list of revocations that the dialer has and the acceptor has not seen."""
+
+
+class FindParts(Message, frozen=True):
+    """Ask which parts of a model a peer shares. It comes first, and says what the requests behind it are about.
+
+    Attributes:
+        revision: empty for the one that the peer has.
+    """
+
+    model: Name
+    revision: Name
+
+
+class PartsFound(Message, frozen=True):
+    """The revision that the peer has, the number of blocks of the whole model, and the digests of the parts that it
+    shares."""
+
+    revision: Name
+    blocks: Annotated[int, msgspec.Meta(ge=1, le=MAX_PARTS - 2)]
+    digests: Annotated[dict[PartName, Digest], msgspec.Meta(max_length=MAX_PARTS)]
+
+
+class GetManifest(Message, frozen=True):
+    """Ask for the manifest of a part."""
+
+    part: PartName
+
+
+class GetChunkDigests(Message, frozen=True):
+    """Ask for the digests of an item's chunks."""
+
+    part: PartName
+    item: Count
+
+
+class GetChunk(Message, frozen=True):
+    """Ask for one chunk of an item."""
+
+    part: PartName
+    item: Count
+    chunk: Count
+
+
+class PartData(Message, frozen=True):
+    """What was asked for, as the payload. Requests on a stream are answered in order."""
 
 
 class WorkerChallenge(Message, frozen=True):

@@ -12,12 +12,11 @@ import torch
 from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as DEFAULTS
 from transformers import AutoModelForCausalLM
 
-from swarm.client.tuning.lora import new_lora
-from swarm.client.tuning.lora_config import LoraSettings, default_targets, lora_settings, select_targets
+from swarm.client.tuning.lora import LoraSettings, default_targets, lora_settings, new_lora, select_targets
 from swarm.errors import InvalidOption
 from swarm.models.cutting.cut_layers import find_layers
 from swarm.models.cutting.families import causal_lm_class
-from swarm.models.cutting.lora_targets import find_lora_targets
+from swarm.models.cutting.model_inspection import find_lora_targets
 from tests.zoo import BLOCKS, FAMILIES, config_of
 
 
@@ -71,12 +70,12 @@ def test_the_same_modules_ranks_and_scalings_as_peft(family: str, entries: dict[
     assert mine == theirs
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_every_family_has_default_targets_and_they_are_pefts(family: str) -> None:
-    config = config_of(family)
-    chosen = default_targets(find_lora_targets(config), config.model_type)
-    if isinstance(known := DEFAULTS.get(config.model_type), list):
-        assert set(chosen) == set(known)
+def test_every_family_has_default_targets_and_they_are_pefts() -> None:
+    for family in FAMILIES:
+        config = config_of(family)
+        chosen = default_targets(find_lora_targets(config), config.model_type)
+        if isinstance(known := DEFAULTS.get(config.model_type), list):
+            assert set(chosen) == set(known)
 
 
 @pytest.mark.parametrize("config", [peft.LoraConfig(r=3, lora_alpha=6, target_modules=["q_proj"]), None])
@@ -90,9 +89,8 @@ def test_a_config_object_a_dict_and_keywords_say_the_same(config: Any) -> None:
         assert lora_settings(config.to_dict()) == expected
 
 
-@pytest.mark.parametrize(
-    ("entries", "said"),
-    [
+def test_unsupported_entries_are_refused_by_name() -> None:
+    for entries, said in [
         ({"lora_dropout": 0.1}, "does not support lora_dropout=0.1"),
         ({"use_dora": True}, "DoRA"),
         ({"bias": "all"}, "bias='all'"),
@@ -110,11 +108,9 @@ def test_a_config_object_a_dict_and_keywords_say_the_same(config: Any) -> None:
         ({"rank_pattern": {"q_proj": 2.5}}, "q_proj=2.5"),
         ({"target_modules": []}, "target_modules"),
         ({"target_modules": [3]}, "target_modules"),
-    ],
-)
-def test_what_cannot_be_done_is_refused_by_name(entries: dict[str, Any], said: str) -> None:
-    with pytest.raises(InvalidOption, match=said):
-        lora_settings(entries)
+    ]:
+        with pytest.raises(InvalidOption, match=said):
+            lora_settings(entries)
 
 
 def test_every_entry_of_pefts_config_is_known_or_empty_by_default() -> None:
@@ -123,9 +119,8 @@ def test_every_entry_of_pefts_config_is_known_or_empty_by_default() -> None:
         assert lora_settings(peft.LoraConfig()) == LoraSettings()
 
 
-@pytest.mark.parametrize(
-    ("family", "entries", "said"),
-    [
+def test_modules_that_servers_cannot_change_are_refused_by_name() -> None:
+    for family, entries, said in [
         ("llama", {"target_modules": ["q_proj", "nothing"]}, "'nothing'"),
         ("llama", {"target_modules": ["lm_head", "q_proj"]}, "lm_head is outside"),
         ("llama", {"target_modules": ["input_layernorm"]}, "input_layernorm"),
@@ -134,14 +129,12 @@ def test_every_entry_of_pefts_config_is_known_or_empty_by_default() -> None:
         ("deepseek_v3", {"target_modules": "all-linear"}, "experts"),
         ("opt_projected", {"target_modules": ["project_in"]}, "model.decoder.project_in is outside"),
         ("llama", {"target_modules": ["q_proj"], "layers_to_transform": [6]}, "blocks 0:6"),
-    ],
-)
-def test_modules_that_servers_cannot_change_are_refused_by_name(family: str, entries: Any, said: str) -> None:
-    with pytest.raises(InvalidOption, match=said):
-        wanted(family, **entries)
+    ]:
+        with pytest.raises(InvalidOption, match=said):
+            wanted(family, **entries)
 
 
-def test_a_config_that_is_none() -> None:
+def test_an_unreadable_config_is_refused() -> None:
     with pytest.raises(InvalidOption, match="neither a peft"):
         lora_settings(Path("folder"))
 

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarm.client.wire.padding import PaddedBatch, pack_hidden, packed_texts, position_offsets, unpack_hidden
+from swarm.client.wire.packed_hidden import PaddedBatch, pack_hidden, packed_texts, position_offsets, unpack_hidden
 from swarm.data_structures import StepLayout, WireFormat
 from swarm.errors import UsageError
 
@@ -27,31 +27,27 @@ def test_without_padding_nothing_is_copied_around():
     assert torch.equal(unpack_hidden(pack_hidden(hidden, None, WireFormat.NONE), hidden, None), hidden)
 
 
-@pytest.mark.parametrize(
-    ("positions", "real", "starts", "expected"),
-    [
+def test_offsets_of_positions():
+    for positions, real, starts, expected in [
         (None, None, (0, 0), None),
         ([[0, 1, 2]], None, (0, 0), None),  # just counted
         ([[5, 6, 7]], None, (5, 5), None),
         ([[5, 6, 7]], None, (3, 5), (2, 0)),
         ([[0, 1, 2]], [[0, 1, 1], [1, 1, 1]], (0, 0), (1, 0)),  # padding was counted
         ([[0, 0, 1], [0, 1, 2]], [[0, 1, 1], [1, 1, 1]], (0, 0), None),  # padding was not counted
-    ],
-)
-def test_offsets_of_positions(positions, real, starts, expected):
-    counts = (3, 3) if real is None else tuple(map(sum, real))
-    layout = StepLayout(starts, counts)
-    found = position_offsets(
-        torch.tensor(positions) if positions is not None else None,
-        torch.tensor(real).bool() if real is not None else None,
-        layout,
-    )
-    assert found == expected
+    ]:
+        counts = (3, 3) if real is None else tuple(map(sum, real))
+        layout = StepLayout(starts, counts)
+        found = position_offsets(
+            torch.tensor(positions) if positions is not None else None,
+            torch.tensor(real).bool() if real is not None else None,
+            layout,
+        )
+        assert found == expected
 
 
-@pytest.mark.parametrize(
-    ("positions", "real", "starts"),
-    [
+def test_positions_that_cannot_travel_are_refused():
+    for positions, real, starts in [
         ([[0, 1, 0], [0, 1, 2]], None, (0, 0)),  # begins again
         ([[0, 1, 2], [0, 2, 3]], None, (0, 0)),  # a gap
         ([[0, 0, 1], [0, 1, 2]], None, (0, 0)),  # twice
@@ -60,16 +56,14 @@ def test_offsets_of_positions(positions, real, starts, expected):
         ([[4, 5, 6], [5, 6, 7]], None, (5, 5)),  # less than the tokens before
         ([[0, 1, 2], [0, 1, 2]], [[1, 1, 1], [1, 0, 1]], (0, 0)),  # a gap where the mask has a hole
         ([[[0, 1, 2]] * 2] * 3, None, (0, 0)),  # rows, columns and time of pictures
-    ],
-)
-def test_positions_that_cannot_travel_are_refused(positions, real, starts):
-    counts = (3, 3) if real is None else tuple(map(sum, real))
-    mask = torch.tensor(real).bool() if real is not None else None
-    with pytest.raises(UsageError, match="position_ids"):
-        position_offsets(torch.tensor(positions), mask, StepLayout(starts, counts))
+    ]:
+        counts = (3, 3) if real is None else tuple(map(sum, real))
+        mask = torch.tensor(real).bool() if real is not None else None
+        with pytest.raises(UsageError, match="position_ids"):
+            position_offsets(torch.tensor(positions), mask, StepLayout(starts, counts))
 
 
-def test_texts_in_a_row_end_where_positions_do_not_count_on():
+def test_packed_texts_end_where_positions_do_not_count_on():
     assert packed_texts(torch.tensor([[0, 1, 2, 3], [5, 6, 7, 8]])) is None
     assert packed_texts(torch.tensor([[0, 1, 0, 1], [5, 6, 8, 7]])) == [2, 2, 2, 1, 1]
 
