@@ -131,8 +131,14 @@ def _handed(hop: HopState) -> int:
 def _next_at(index: int, hop: HopState, numbers: Sequence[int], now: float, window: int) -> Action:
     """The next action at one hop that works."""
     replied, handed = hop.replied, _handed(hop)
-    under_way = [number for number in numbers if replied < number <= handed]
-    upcoming = next((number for number in numbers if number > handed), None)
+    under_way: list[int] = []
+    upcoming: int | None = None
+    for number in numbers:
+        if number > handed:
+            upcoming = number
+            break
+        if number > replied:
+            under_way.append(number)
     if under_way and now >= hop.deadline:
         # A push may have been lost, so deliver the step: the server recognizes a step that it has seen.
         first = under_way[0]

@@ -7,7 +7,7 @@ ahead of need, so an ordinary step copies nothing, but never beyond the length t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch.nn import functional
@@ -107,6 +107,10 @@ class ContiguousSegment:
         starts: the slot of each sequence's first new token.
         new: tokens of each sequence.
         token: number of the first sequence's first token in the batch.
+        sequences: how many there are.
+        end: slots that the longest of them will have.
+        even: whether all begin at the same slot.
+        tokens: where their tokens lie in the batch.
     """
 
     store: ContiguousKV
@@ -114,24 +118,17 @@ class ContiguousSegment:
     starts: tuple[int, ...]
     new: int
     token: int
+    sequences: int = field(init=False)
+    end: int = field(init=False)
+    even: bool = field(init=False)
+    tokens: slice = field(init=False)
 
-    @property
-    def sequences(self) -> int:
-        return len(self.starts)
-
-    @property
-    def end(self) -> int:
-        """Slots that the longest of the sequences will have."""
-        return max(self.starts) + self.new
-
-    @property
-    def even(self) -> bool:
-        """Whether all sequences begin at the same slot."""
-        return self.starts.count(self.starts[0]) == len(self.starts)
-
-    @property
-    def tokens(self) -> slice:
-        return slice(self.token, self.token + self.sequences * self.new)
+    def __post_init__(self) -> None:
+        # Each layer asks for them.
+        object.__setattr__(self, "sequences", len(self.starts))
+        object.__setattr__(self, "end", max(self.starts) + self.new)
+        object.__setattr__(self, "even", self.starts.count(self.starts[0]) == len(self.starts))
+        object.__setattr__(self, "tokens", slice(self.token, self.token + self.sequences * self.new))
 
 
 class ContiguousBatch(PackedBatch):

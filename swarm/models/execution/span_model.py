@@ -66,7 +66,7 @@ class SpanModel:
         self.span = span
         self.digests = digests
         self.hidden_size = hidden_size
-        self._strategy = strategy
+        self.strategy = strategy
         self.adapted = adapted or AdaptedLayers(cut.layers, span.start, hidden_size)
         config: Any = cut.module.config
         self.family: str = config.model_type
@@ -84,11 +84,6 @@ class SpanModel:
         self._parts: dict[Span, SpanModel] = {}
         self._chosen_parts: dict[Span, SpanModel] = {}
         self._parts_lock = threading.Lock()  # the network loop opens sessions, the compute thread cuts passes
-
-    @property
-    def strategy(self) -> ExecutionStrategy:
-        """How it computes."""
-        return self._strategy
 
     @property
     def module(self) -> nn.Module:
