@@ -302,6 +302,10 @@ def test_every_first_block_has_a_key_of_its_own():
 ANNOUNCED = msgspec.msgpack.decode(encode_announcement("model", server_info(2, 4)))
 
 
+def announced(**changes: object) -> bytes:
+    return msgspec.msgpack.encode({**ANNOUNCED, **changes})
+
+
 @pytest.mark.parametrize("shares", [True, False])
 def test_whether_a_server_shares_arrives(shares):
     info = server_info(2, 4, shares_weights=shares)
@@ -356,9 +360,9 @@ def test_where_a_server_says_that_it_is_there_it_is_looked_for(where, is_relayed
 
 
 def test_who_says_nothing_of_it_is_found_by_libp2p_itself():
-    _, info = decode_announcement(packed())
+    _, info = decode_announcement(announced())
     assert (info.whereabouts, info.relayed, info.relayed_peers) == (Whereabouts(), False, 0)
-    assert not {"addresses", "lan_addresses", "outer_host", "relayed_peers"} & set(RECORD)
+    assert not {"addresses", "lan_addresses", "outer_host", "relayed_peers"} & set(ANNOUNCED)
 
 
 def test_of_too_many_addresses_the_first_are_announced():
@@ -416,10 +420,10 @@ def test_what_others_must_not_be_made_to_dial():
     ]:
         for field in ("addresses", "lan_addresses"):
             with pytest.raises(ProtocolViolation):
-                decode_announcement(packed(**{field: [address]}))
+                decode_announcement(announced(**{field: [address]}))
         for field, good in (("addresses", PUBLIC), ("lan_addresses", LAN)):
             with pytest.raises(ProtocolViolation):
-                decode_announcement(packed(**{field: [good, address]}))
+                decode_announcement(announced(**{field: [good, address]}))
 
 
 def test_whereabouts_that_break_the_schema():
@@ -452,9 +456,11 @@ def test_whereabouts_that_break_the_schema():
         {"relayed_peers": "64"},
         {"relayed_peers": None},
     ]:
-        assert decode_announcement(packed(addresses=[PUBLIC, RELAYED], lan_addresses=[LAN], outer_host="81.2.69.142"))
+        assert decode_announcement(
+            announced(addresses=[PUBLIC, RELAYED], lan_addresses=[LAN], outer_host="81.2.69.142")
+        )
         with pytest.raises(ProtocolViolation):
-            decode_announcement(packed(**changes))
+            decode_announcement(announced(**changes))
 
 
 addresses = st.lists(
@@ -465,7 +471,7 @@ addresses = st.lists(
 @given(addresses, addresses, outer_hosts | st.text(max_size=50))
 def test_whatever_is_believed_can_be_dialed(everywhere, lan, outer_host):
     with contextlib.suppress(ProtocolViolation):
-        data = packed(addresses=everywhere, lan_addresses=lan, outer_host=outer_host)
+        data = announced(addresses=everywhere, lan_addresses=lan, outer_host=outer_host)
         found = decode_announcement(data)[1].whereabouts
         assert all(is_direct(one) or is_circuit(one) for one in found.addresses)
         assert all(map(is_lan, found.lan_addresses))
