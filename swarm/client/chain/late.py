@@ -296,7 +296,7 @@ class Standbys:
         progress.on_replaced()
         if progress.awaited is not None and not was_slow:
             waited = progress.clock.waited(time.perf_counter())
-            self._context.routes.note_overtaken(late.hop, waited, progress.tokens([progress.awaited]))
+            self._context.routes.note_overtaken(late.hop, waited, progress.outputs(progress.awaited).tokens)
         self._start(self._see_off(late))
 
     async def _see_off(self, late: HopSession) -> None:

@@ -9,8 +9,8 @@ Laws:
 - The step that was running is delivered again. Servers recognize a step that they have seen, so it is computed once.
 - A server that failed is reported to the route source, which keeps it out of routes for a while.
 - When no server holds the blocks, the session waits for one; after `RouteSource.missing_blocks_timeout` it is an error.
-- A server that is only late is replaced before it is given up, and not blamed (`late`).
-- A server whose answer is wrong begins again, or is replaced (`swarm.client.hops.blame`).
+- A server that is only late is replaced before it is given up, and not blamed (`late`); one whose answer is wrong
+  begins again, or is replaced (`swarm.client.hops.blame`).
 """
 
 from __future__ import annotations
@@ -88,8 +88,7 @@ class LinkedHops:
         contents, stop_pushes = weak_callback(self._contents), weak_callback(self.stop_pushes_to)
         self.standbys = Standbys(context, self._opener, contents, on_change, stop_pushes)
         self._rows = 1
-        self._alarm = Alarm()
-        """Ends `wait`."""
+        self._alarm = Alarm()  # ends `wait`
         self._refuser: tuple[str, Exception] | None = None
         """A server that refused a step as one that every server would refuse, and why. Another one is asked now."""
         self._nonsense: tuple[int, str] | None = None
@@ -103,8 +102,7 @@ class LinkedHops:
     @property
     def timings(self) -> tuple[HopTiming, ...]:
         """Of the last step, one a hop; see `Chain.timings`."""
-        timings = (hop.progress.clock.timing for hop in self.hops)
-        return tuple(timing for timing in timings if timing is not None)
+        return tuple(timing for hop in self.hops if (timing := hop.progress.clock.timing) is not None)
 
     @property
     def are_catching_up(self) -> bool:
@@ -155,8 +153,8 @@ class LinkedHops:
     async def stop_pushes_to(self, index: int, several: bool = True) -> None:
         """What was pushed to a hop did not arrive there, or was refused, so this client has to deliver it itself.
 
-        Which of the two servers is at fault cannot be known, so neither is blamed; but it happens once, not each step.
-        If several steps are under way it may just have missed one. Then they may try again afterwards.
+        Which of the two servers is at fault cannot be known, so neither is blamed. If several steps are under way, it
+        may just have missed one; then they may try again afterwards.
         """
         self.are_unlinked = self.are_unlinked or several
         self.hops[index].progress.on_pushes_stopped()
@@ -186,7 +184,7 @@ class LinkedHops:
         return before.peer_id != after.peer_id and self._routes.may_push(before.peer_id, after.peer_id)
 
     def _use(self, hops: list[HopSession]) -> None:
-        """From now on the chain consists of these. The route is made here: it is asked for several times a step."""
+        """From now on the chain consists of these."""
         self.hops = hops
         self.route = route_of(hops)
 
@@ -436,9 +434,7 @@ class LinkedHops:
             if progress.stale and (failed := await self._opener.replay([hop], contents)) is not None:
                 _, failure = failed
         except TimeoutError:
-            failure = PeerTimeout(
-                f"{describe_hop(hop.hop)} did not accept a new connection within {RECONNECT_TIMEOUT_S} s"
-            )
+            failure = PeerTimeout(f"{describe_hop(hop.hop)} did not connect again within {RECONNECT_TIMEOUT_S} s")
         except RemoteError as refused:
             failure = without_frames(refused)
         if failure is not None:
@@ -467,11 +463,10 @@ class LinkedHops:
 
     async def _is_irreplaceable_suspect(self, index: int) -> bool:
         """Whether other servers got NaN from this one's outputs, and no server can replace it."""
-        progress, peer_id = self.hops[index].progress, self.hops[index].peer_id
-        if not isinstance(progress.error, SuspectOutputs) or progress.replaced:
+        hop = self.hops[index]
+        if not isinstance(hop.progress.error, SuspectOutputs) or hop.progress.replaced:
             return False
-        is_source = self._nonsense is not None and self._nonsense[1] != peer_id
-        return is_source and not await self._has_others(index)
+        return self._nonsense is not None and self._nonsense[1] != hop.peer_id and not await self._has_others(index)
 
     async def _is_doubted(self, index: int) -> bool:
         """Whether a server refuses what, it says, every server would refuse, and another one can be asked."""

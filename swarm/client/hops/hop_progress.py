@@ -35,7 +35,6 @@ gets a new number. Nothing but the events of these classes changes their attribu
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable
 
 from swarm.client.wire.reply_checks import OutputShape
 from swarm.client.wire.timeout_estimator import TimeoutEstimator
@@ -232,13 +231,6 @@ class HopProgress:
     def outputs(self, number: int) -> OutputShape:
         """What the answer to an expected step has to hold."""
         return self._expected[number]
-
-    def tokens(self, numbers: Iterable[int]) -> int:
-        """Tokens of some expected steps together."""
-        total = 0
-        for number in numbers:
-            total += self._expected[number].tokens
-        return total
 
     @property
     def largest_reply(self) -> int:
