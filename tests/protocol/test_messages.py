@@ -198,7 +198,7 @@ reports = st.builds(
     | st.builds(messages.Holding, model=labels, revision=labels, start=block_numbers, end=block_numbers),
 )
 WORKER_MESSAGES: dict[type, st.SearchStrategy[messages.WorkerMessage]] = {
-    messages.WorkerChallenge: st.builds(messages.WorkerChallenge, nonce=nonces, needs_secret=st.booleans()),
+    messages.WorkerChallenge: st.builds(messages.WorkerChallenge, nonce=nonces),
     messages.PairRequest: st.builds(messages.PairRequest, nonce=nonces, proof=st.binary(max_size=32), name=labels),
     messages.Paired: st.just(messages.Paired()),
     messages.StillHere: st.just(messages.StillHere()),

@@ -48,7 +48,7 @@ def resolve_dtype(requested: str | torch.dtype, config: PreTrainedConfig) -> tor
                 "neither config.json nor the weights that can be read here say which dtype the checkpoint has; choose "
                 "float32, bfloat16 or float16 (--dtype, or dtype= in Python)"
             )
-        name = stored if isinstance(stored, str) else dtype_name(stored)
+        name = str(stored).removeprefix("torch.")  # config.json may hold anything
     if name not in HIDDEN_DTYPES:
         raise InvalidOption(f"dtype {name!r} is not one of auto, {', '.join(HIDDEN_DTYPES)}")
     return HIDDEN_DTYPES[name]

@@ -490,8 +490,8 @@ def test_two_servers_that_refuse_a_step_for_different_reasons_do_not_agree(span_
 @pytest.mark.parametrize("name", NAMES)
 def test_a_server_without_room_for_more_rows(span_model, name):
     async def act(swarm, talk):
-        allocator = swarm.servers[name].sessions._allocator
-        allocator.capacity = allocator.quota = 2 * 64  # two rows
+        pool = swarm.servers[name].sessions._pool
+        pool.capacity = pool.quota = 2 * 64  # two rows
         await talk.step(StepLayout((4, 4, 4), (1, 1, 1), (0, 1, 1)))
         assert [(peer, type(why)) for peer, why in swarm.planner.failures] == [(name, CacheFull)]
         others_were_left_alone(swarm, name)
