@@ -14,3 +14,11 @@ def parts(tmp_path_factory):
     found = CheckpointParts(make_checkpoint(tmp_path_factory.mktemp("model") / "model"))
     found.manifests()
     return found
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory):
+    """Other weights of the same revision."""
+    found = CheckpointParts(make_checkpoint(tmp_path_factory.mktemp("other") / "model", seed=1))
+    found.manifests()
+    return found

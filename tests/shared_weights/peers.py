@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -15,12 +16,16 @@ from swarm.models.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from swarm.shared_weights.checkpoint_parts import CheckpointParts
 from swarm.shared_weights.fetcher import FetchProgress, fetch_parts
 from swarm.shared_weights.holder import WeightsHolder
+from swarm.shared_weights.manifest import all_parts
 from swarm.shared_weights.part_store import PartStore
+from swarm.shared_weights.trust import TrustedParts
 from swarm.transport.stream import Stream
+from tests import virtual_time
 from tests.memory_hub import MemoryHub
 
 BLOCKS = 3
 NAME = "some/model"
+PARTS = all_parts(BLOCKS)
 
 
 def make_checkpoint(folder: Path, hidden: int = 16, seed: int = 0, vocabulary: int = 50) -> Checkpoint:
@@ -101,3 +106,28 @@ async def network():
 def run(scenario: Awaitable[None]) -> None:
     """Run a test's scenario in a loop of its own."""
     asyncio.run(asyncio.wait_for(scenario, 60))
+
+
+async def silent(stream):
+    await stream.discard_incoming()
+
+
+def with_peers(scenario, **handlers) -> float:
+    """Run a scenario with a way to open streams, and one to find the peers; how long it took."""
+    took: list[float] = []
+
+    async def whole() -> None:
+        async with network() as swarm:
+            for name, handler in handlers.items():
+                await swarm.add(name, handler)
+            began = time.monotonic()
+            await scenario(lambda peer: swarm.hub.connect("receiver", peer), swarm.find)
+            took.append(time.monotonic() - began)
+
+    virtual_time.run(whole)
+    return took[0]
+
+
+def trusted(parts: CheckpointParts, names=PARTS) -> TrustedParts:
+    digests = parts.manifests().digests
+    return TrustedParts(parts.checkpoint.revision, BLOCKS, {name: digests[name] for name in names})

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-import time
 from types import SimpleNamespace
 
 import pytest
@@ -13,49 +12,12 @@ from swarm.data_structures import ModelInfo, ServerState
 from swarm.errors import DhtError, UnknownWeights, WeightsUnavailable
 from swarm.protocol import messages
 from swarm.shared_weights import peer_model
-from swarm.shared_weights.checkpoint_parts import CheckpointParts
-from swarm.shared_weights.manifest import FILES, all_parts
+from swarm.shared_weights.manifest import FILES
 from swarm.shared_weights.peer_model import REFRESH_S, PeerModel, SharersOfModel, find_model, sharers
-from swarm.shared_weights.trust import TrustedParts
 from tests import virtual_time
 from tests.infos import server_info
 from tests.shared_weights import bad_holders as bad
-from tests.shared_weights.peers import BLOCKS, NAME, make_checkpoint, network
-
-PARTS = all_parts(BLOCKS)
-
-
-@pytest.fixture(scope="module")
-def other(tmp_path_factory):
-    """Other weights of the same revision."""
-    found = CheckpointParts(make_checkpoint(tmp_path_factory.mktemp("other") / "model", seed=1))
-    found.manifests()
-    return found
-
-
-async def silent(stream):
-    await stream.discard_incoming()
-
-
-def with_peers(scenario, **handlers) -> float:
-    """Run a scenario with a way to open streams, and one to find the peers; how long it took."""
-    took: list[float] = []
-
-    async def whole() -> None:
-        async with network() as swarm:
-            for name, handler in handlers.items():
-                await swarm.add(name, handler)
-            began = time.monotonic()
-            await scenario(lambda peer: swarm.hub.connect("receiver", peer), swarm.find)
-            took.append(time.monotonic() - began)
-
-    virtual_time.run(whole)
-    return took[0]
-
-
-def trusted(parts: CheckpointParts, names=PARTS) -> TrustedParts:
-    digests = parts.manifests().digests
-    return TrustedParts(parts.checkpoint.revision, BLOCKS, {name: digests[name] for name in names})
+from tests.shared_weights.peers import BLOCKS, NAME, PARTS, network, trusted, with_peers
 
 
 def test_a_model_is_opened_and_liars_are_asked_for_nothing_more(parts, tmp_path):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import time
 
 import pytest
 from hypothesis import given
@@ -11,49 +10,12 @@ from hypothesis import strategies as st
 
 from swarm.errors import DigestFileError, UnknownWeights, WeightsUnavailable
 from swarm.models.checkpoints.known_digests import encode_digest_file
-from swarm.shared_weights.checkpoint_parts import CheckpointParts
 from swarm.shared_weights.fetcher import MAX_HOLDERS
 from swarm.shared_weights.holder_stream import FIND_TIMEOUT_S
-from swarm.shared_weights.manifest import CLIENT, FILES, all_parts
+from swarm.shared_weights.manifest import CLIENT, FILES
 from swarm.shared_weights.trust import TrustedParts, agree, trusted_at_first_use, trusted_by_file
-from tests import virtual_time
 from tests.shared_weights import bad_holders as bad
-from tests.shared_weights.peers import BLOCKS, NAME, make_checkpoint, network
-
-PARTS = all_parts(BLOCKS)
-
-
-@pytest.fixture(scope="module")
-def other(tmp_path_factory):
-    """Other weights of the same revision."""
-    found = CheckpointParts(make_checkpoint(tmp_path_factory.mktemp("other") / "model", seed=1))
-    found.manifests()
-    return found
-
-
-async def silent(stream):
-    await stream.discard_incoming()
-
-
-def with_peers(scenario, **handlers) -> float:
-    """Run a scenario with a way to open streams, and one to find the peers; how long it took."""
-    took: list[float] = []
-
-    async def whole() -> None:
-        async with network() as swarm:
-            for name, handler in handlers.items():
-                await swarm.add(name, handler)
-            began = time.monotonic()
-            await scenario(lambda peer: swarm.hub.connect("receiver", peer), swarm.find)
-            took.append(time.monotonic() - began)
-
-    virtual_time.run(whole)
-    return took[0]
-
-
-def trusted(parts: CheckpointParts, names=PARTS) -> TrustedParts:
-    digests = parts.manifests().digests
-    return TrustedParts(parts.checkpoint.revision, BLOCKS, {name: digests[name] for name in names})
+from tests.shared_weights.peers import NAME, silent, trusted, with_peers
 
 
 def test_what_all_say_is_pinned_and_silent_ones_are_not_waited_for_one_after_the_other(parts, tmp_path):

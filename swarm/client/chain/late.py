@@ -100,10 +100,15 @@ class AskAllowance:
         return True
 
 
+def none_late_before(hops: Sequence[WaitedHop]) -> float:
+    """A time before which no answer is late, or overdue. The rest makes that later, and takes longer to find out."""
+    return min([min(hop.clock.late, hop.clock.deadline) for hop in hops])
+
+
 def first_late(hops: Sequence[WaitedHop], refill_seconds: Sequence[float]) -> LateHop | None:
     """The hop for which others are asked first, if none answers before; None if no answer is awaited.
 
-    Nobody is asked twice for one step, nor for a step of which a server behind has made something already.
+    Others are asked once a step at most, and never for a step that a later server has answered already.
 
     Args:
         hops: in the order of the route.
@@ -222,16 +227,16 @@ class Standbys:
         """
         if self.current is not None:
             return math.inf
-        now = time.perf_counter()
-        earliest = min([min(hop.progress.clock.late, hop.progress.clock.deadline) for hop in hops])
+        now, progress = time.perf_counter(), [hop.progress for hop in hops]
+        earliest = none_late_before(progress)
         if earliest > now:
             return earliest
-        late = first_late([hop.progress for hop in hops], [hop.refill_seconds for hop in hops])
+        late = first_late(progress, [hop.refill_seconds for hop in hops])
         if late is None:
             return math.inf
         if late.time > now:
             return late.time
-        slow = hops[late.index].progress
+        slow = progress[late.index]
         slow.on_asked(late.number)
         if hops[late.index].is_sound and self.allowance.take():
             self._ask(hops, late.index, refillable, late.number)

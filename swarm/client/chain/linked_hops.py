@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 
 from swarm.client.chain.hop_opening import CacheContents, HopOpener, close_all, joined_span, neighbors_of, route_of
-from swarm.client.chain.late import Alarm, Standby, Standbys
+from swarm.client.chain.late import Alarm, Standby, Standbys, none_late_before
 from swarm.client.chain.next_action import goes_on_alone
 from swarm.client.chain.steps_under_way import StepsUnderWay
 from swarm.client.hops.blame import Finding, Verdict, checked_up_to, first_finding
@@ -114,7 +114,7 @@ class LinkedHops:
         waited for. Then `wait` lasts until the next answer is late."""
         if not goes_on_alone(following.progress, number, self._under_way.next_number - 1):
             return False
-        late = min([min(hop.progress.clock.late, hop.progress.clock.deadline) for hop in self.hops])
+        late = none_late_before([hop.progress for hop in self.hops])
         if self.standbys.current is not None or late <= time.perf_counter():
             return False
         self._alarm.move(late)

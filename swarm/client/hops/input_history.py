@@ -132,11 +132,6 @@ class InputHistory:
         """A step, if it has come and has not been folded yet."""
         return self._steps.get(number)
 
-    def following(self, number: int) -> Step | None:
-        """The first step behind step `number` that has come, if it has not been folded yet."""
-        later = min((step for step in self._steps if step > number), default=None)
-        return self._steps[later] if later is not None and number >= self.folded else None
-
     @property
     def tokens(self) -> int:
         """Tokens that a replay of everything has, at most: what was set back is counted twice."""

@@ -65,17 +65,20 @@ class QueueMeter:
 
     def record_start(self, waited: float, now: float) -> None:
         """A request started at `now`, after it had waited for `waited` seconds."""
-        seconds, requests, before = self._sums
-        keep = math.exp(-max(0.0, now - before) / WAIT_FADE_S)
-        seconds, requests = seconds * keep + max(0.0, waited), requests * keep + 1
+        seconds, requests, latest = self._aged(now)
+        seconds, requests = seconds + max(0.0, waited), requests + 1
         scale = min(1.0, MAX_REMEMBERED_WAITS / requests)
-        self._sums = (seconds * scale, requests * scale, max(before, now))
+        self._sums = (seconds * scale, requests * scale, latest)
 
     def expected_wait(self, now: float) -> float:
         """Seconds that a request which arrives at `now` may expect to wait."""
+        seconds, requests, _ = self._aged(now)
+        return seconds / max(requests, 1.0)
+
+    def _aged(self, now: float) -> tuple[float, float, float]:
         seconds, requests, before = self._sums
         keep = math.exp(-max(0.0, now - before) / WAIT_FADE_S)
-        return seconds * keep / max(requests * keep, 1.0)
+        return seconds * keep, requests * keep, max(before, now)
 
 
 @dataclass(eq=False, slots=True)

@@ -22,6 +22,7 @@ from swarm.client.chain.late import (
     common_slowness,
     first_late,
     is_worth_leaving,
+    none_late_before,
 )
 from swarm.client.hops.hop_progress import NO_STEP, HopClock
 from swarm.client.routes.events import HopLost, Recovered
@@ -324,7 +325,7 @@ def test_the_first_to_be_late_is_asked_about_first():
 def test_nothing_is_late_before_the_usual_time_has_passed(times, refill):
     route = [hop(usual, last, handed) for usual, last, handed in times]
     late = first_late(route, [refill] * len(route))
-    assert late is None or late.time >= min(one.clock.late for one in route)
+    assert late is None or late.time >= none_late_before(route)
 
 
 @given(seconds, seconds, st.floats(1.0, 6.0))
