@@ -4,8 +4,8 @@
 
 The whole model runs in this process, all blocks in one form; embeddings and head, which are the client's, stay as they
 are. Everything is compared with blocks that are not quantized, computing in float32. The last 2 % of each text is what
-is measured on; `--other` is a text of another kind. LLM.int8 and NF4 are computed by bitsandbytes' own code for CPUs:
-the same weights and the same rule for large inputs as on a GPU.
+is measured on; `--other` is a text of another kind. The forms of a GPU run on the CPU: the same weights, and inputs
+rounded alike.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from swarm.models.checkpoints.checkpoint import DEMO_FOLDER, open_checkpoint
 from swarm.models.execution.span_model import SpanModel
 from swarm.models.loading.span_loading import load_span
 from swarm.models.weights import frozen_linear
-from swarm.models.weights.quantization import INT4, INT8, NF4, NONE, BitsAndBytesLinear, quantizable, weight_bytes
+from swarm.models.weights.quantization import INT4, INT8, NF4, NONE, Nf4Linear, quantizable, weight_bytes
+from swarm.models.weights.weight_only import TwoDigitInt8Linear
 
 CPU = torch.device("cpu")
 MARK = "<!-- table of scripts/calibrate_quant.py -->"
@@ -46,13 +47,15 @@ def loaded(folder: Path, form: str, dtype: torch.dtype = torch.float32) -> SpanM
     return load_span(checkpoint, Span(0, checkpoint.blocks), dtype=dtype, device=CPU, quant=form)
 
 
-def by_bitsandbytes(folder: Path, form: str) -> SpanModel:
+def as_on_a_gpu(folder: Path, form: str) -> SpanModel:
     """Quantize all blocks as on a GPU."""
     with mock.patch.object(frozen_linear, "can_prepack", return_value=False):
         span = loaded(folder, NONE)
 
     def replacement(plain: nn.Linear) -> nn.Module | None:
-        return BitsAndBytesLinear(plain, form, CPU) if quantizable(plain, form) else None
+        if not quantizable(plain, form):
+            return None
+        return TwoDigitInt8Linear(plain) if form == INT8 else Nf4Linear(plain, CPU)
 
     frozen_linear.replace_linears(span.module, replacement)
     span.weight_bytes = weight_bytes(span.module)
@@ -65,8 +68,8 @@ FORMS: dict[str, Callable[[Path], SpanModel]] = {
     "none, bfloat16": lambda folder: loaded(folder, NONE, torch.bfloat16),
     "int8 (CPU)": lambda folder: loaded(folder, INT8),
     "int4 (CPU)": lambda folder: loaded(folder, INT4),
-    "int8 (GPU: LLM.int8)": lambda folder: by_bitsandbytes(folder, INT8),
-    "nf4 (GPU)": lambda folder: by_bitsandbytes(folder, NF4),
+    "int8 (GPU)": lambda folder: as_on_a_gpu(folder, INT8),
+    "nf4 (GPU)": lambda folder: as_on_a_gpu(folder, NF4),
 }
 
 

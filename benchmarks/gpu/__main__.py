@@ -31,11 +31,11 @@ from benchmarks.gpu.bench import Bench, Case, NotHere, WrongResult
 
 STEPS: dict[str, tuple[Callable[[Bench], Sequence[Case]], float]] = {
     "card": (speed.card, 30.0),
-    "pages": (checks.pages, 45.0),
+    "pages": (checks.pages, 90.0),
     "graphs": (checks.graphs, 45.0),
-    "families": (checks.families, 100.0),
-    "training": (checks.training, 20.0),
-    "quantization": (checks.quantization, 20.0),
+    "families": (checks.families, 170.0),
+    "training": (checks.training, 45.0),
+    "quantization": (checks.quantization, 45.0),
     "decode": (speed.decode, 140.0),
     "prefill": (speed.prefill, 60.0),
 }

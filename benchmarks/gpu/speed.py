@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import platform
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 
 import torch
@@ -14,6 +14,7 @@ from benchmarks.gpu.bench import Bench, Case, Found, NotHere
 from swarm.cli.doctor import machine_checks
 from swarm.data_structures import Span, StepLayout
 from swarm.errors import InvalidOption
+from swarm.models.attention.page_pool import PAGE_POSITIONS, PagePool
 from swarm.models.execution.session_cache import SessionCache, advance_steps
 from swarm.models.execution.span_model import SpanModel
 from swarm.models.execution.strategy_choice import choose_forward, choose_layout
@@ -112,16 +113,10 @@ def _span(bench: Bench, shape: Shape, form: str) -> SpanModel:
 
 def decode(bench: Bench) -> list[Case]:
     """Decode steps beside the time to read weights and cache; those with a goal first."""
-    places = list(
-        itertools.product(
-            _shapes(bench), FORMS, bench.sized((1, 8, 32, 64), (1, 3)), bench.sized((128, 4096, 32768), (128,))
-        )
-    )
-    order = list(FORMS)
-    places.sort(key=lambda one: (one[0].name != "7B", order.index(one[1]), one[1:] not in GOALS))
+    sizes = bench.sized(((1, 128), (1, 4096), (1, 32768), (8, 4096), (64, 128), (64, 4096)), ((1, 128), (3, 128)))
     return [
         Case(f"{shape.name} {form}, batch {batch}, context {past}", partial(_decode, bench, shape, form, batch, past))
-        for shape, form, batch, past in places
+        for shape, form, (batch, past) in itertools.product(_shapes(bench), FORMS, sizes)
     ]
 
 
@@ -133,8 +128,13 @@ def _decode(bench: Bench, shape: Shape, form: str, batch: int, past: int) -> Fou
         raise NotHere("the cache of one block does not fit")
     if whole.strategy.paging is None and batch * past > 1 << 18:
         raise NotHere("contiguous caches have to be computed, which takes too long for so many positions")
-    # All blocks if they fit, because a part of them records no decode steps.
-    model = whole if blocks == whole.span.length else whole.narrowed(Span(0, blocks)).with_strategy(whole.strategy)
+    strategy = whole.strategy
+    if strategy.paging is not None:  # a pool of its own, which has no layers of blocks that are not computed
+        strategy = replace(strategy, paging=replace(strategy.paging, pool=PagePool()))
+    part = whole if blocks == whole.span.length else whole.narrowed(Span(0, blocks))
+    model = part.with_strategy(strategy)  # which a part would have without recordings
+    if strategy.paging is not None:
+        strategy.paging.pool.reserve(batch * (past + 2 * PAGE_POSITIONS))
     sessions = [_with_past(model, past) for _ in range(batch)]
     token = torch.randn(1, model.hidden_size, device=bench.device).to(model.dtype)
 

@@ -38,6 +38,7 @@ MAX_RELATIVE_ERROR = {torch.bfloat16: 3e-2, torch.float16: 5e-3}
 """Error of a kernel's outputs relative to their norm."""
 
 CAUSAL_WINDOW: Window = (-1, 0)
+NO_WINDOW: Window = (-1, -1)
 
 
 class PagedKernel(Protocol):
@@ -76,23 +77,23 @@ class PagedKernel(Protocol):
         """
 
 
-def candidate_kernels(device: torch.device) -> tuple[PagedKernel, ...]:
-    """Kernels that a device may have; none on a GPU whose torch reads no pages (before 2.13)."""
+def paged_kernel(device: torch.device) -> PagedKernel | None:
+    """What computes attention over pages on a device; None on a GPU whose torch reads no pages (before 2.13)."""
     if device.type != "cuda":
-        return (reference_kernel,)
+        return reference_kernel
     try:
         from torch.nn.attention.varlen import varlen_attn  # late: it takes a second, and needs a GPU
     except ImportError:
-        return ()
+        return None
     if "block_table" not in inspect.signature(varlen_attn).parameters:
-        return ()
+        return None
 
     def with_bounds_of_keys(*args: Any, **kwargs: Any) -> Any:
-        """FlashAttention 3 refuses `cu_seq_k` beside pages; FlashAttention 2 requires it, but uses `seqused_k`."""
+        """FlashAttention 2, torch's own, requires `cu_seq_k` beside pages, but uses `seqused_k`."""
         query, key, value, cu_seq_q, _, *rest = args
         return varlen_attn(query, key, value, cu_seq_q, cu_seq_q, *rest, **kwargs)
 
-    return varlen_attn, with_bounds_of_keys
+    return with_bounds_of_keys
 
 
 def reference_kernel(
@@ -155,7 +156,7 @@ def agrees_with_reference(kernel: PagedKernel, pages: torch.Tensor) -> bool:
     lengths, table = integers(page + 3, 2 * page, page), integers((4, 1), (2, 5), (3, 0))
     for news in ((1, 1, 1), (1, 6, page)):
         query, bounds = noise(sum(news), 2 * heads, dim), integers(0, *itertools.accumulate(news))
-        for window in ((-1, 0), (page // 2, 0), (3, 0)):
+        for window in (NO_WINDOW if max(news) == 1 else CAUSAL_WINDOW, (page // 2, 0), (3, 0)):
             outputs = [
                 one(
                     query, keys, values, bounds, None, max(news), 2 * page, scale=None, window_size=window,
@@ -328,7 +329,11 @@ class PagedBatch(PackedBatch):
 
     def _window(self, mask: PackedMask) -> Window:
         if id(mask) not in self._windows:
-            self._windows[id(mask)] = window_of(mask.function)
+            window = window_of(mask.function)
+            # The last token of a sequence sees all of it. Only without a window does FlashAttention 2 read keys that
+            # several heads share once.
+            last_only = window == CAUSAL_WINDOW and self._index.most_new == 1
+            self._windows[id(mask)] = NO_WINDOW if last_only else window
         return self._windows[id(mask)]
 
 

@@ -68,6 +68,7 @@ class _RecordedGraph:
         width: pages of each sequence.
         hidden_NH: the inputs.
         numbers: int32, one after the other: the sequences' positions, slots, lengths and pages, copied at once.
+        bounds: where each sequence's token begins. It never changes, but a graph reads it at the same address.
         output_NH: the outputs.
         replay: computes them.
     """
@@ -76,6 +77,7 @@ class _RecordedGraph:
     width: int
     hidden_NH: torch.Tensor
     numbers: torch.Tensor
+    bounds: torch.Tensor
     output_NH: torch.Tensor
     replay: Replay
 
@@ -172,7 +174,7 @@ class DecodeGraphs:
             batch = PagedBatch(self._paging, index)
             output_NH.copy_(self._forward(hidden_NH, positions_N.long().unsqueeze(1), batch))
 
-        recording = _RecordedGraph(sequences, width, hidden_NH, numbers, output_NH, lambda: None)
+        recording = _RecordedGraph(sequences, width, hidden_NH, numbers, bounds, output_NH, lambda: None)
         recording.fill(hidden_NH[:0], (), (), page_size)
         return replace(recording, replay=self._recorder(forward))
 

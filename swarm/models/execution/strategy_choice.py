@@ -23,7 +23,7 @@ from swarm.models.attention.paged_attention import (
     PagedAttention,
     PagedKernel,
     agrees_with_reference,
-    candidate_kernels,
+    paged_kernel,
 )
 from swarm.models.cutting.families import POSITIONS_FROM_CACHE_LENGTH
 from swarm.models.execution.cuda_graphs import CudaGraphRecorder, GraphRecorder
@@ -94,14 +94,12 @@ def _in_pages(contiguous: SpanModel) -> SpanModel:
     positions = contiguous.positions
     longer = PAGE_POSITIONS if positions is None or positions > 2 * PAGE_POSITIONS else 0
     expected = run_schedule(contiguous, longer)
-    kernels = candidate_kernels(contiguous.device)
-    if not kernels:
+    kernel = paged_kernel(contiguous.device)
+    if kernel is None:
         logger.info("The attention cache is not kept in pages: torch reads them from 2.13 on")
-    for kernel in kernels:
-        paged = contiguous.with_strategy(ExecutionStrategy("paged", PagedAttention(PagePool(), kernel)))
-        if _proves_right("Attention over pages", partial(_require_pages, paged, kernel, expected, longer)):
-            return paged
-    return contiguous
+        return contiguous
+    paged = contiguous.with_strategy(ExecutionStrategy("paged", PagedAttention(PagePool(), kernel)))
+    return _proves_right("Attention over pages", partial(_require_pages, paged, kernel, expected, longer)) or contiguous
 
 
 def choose_forward(model: SpanModel, recorder: GraphRecorder | None = None) -> SpanModel:

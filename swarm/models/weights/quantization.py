@@ -1,8 +1,7 @@
 """Weights in 8 and 4 bits: the forms, the memory that they take, and which layers hold them.
 
     none    the dtype that the server computes in
-    int8    on a CPU one scale for each output, weights only; on a GPU bitsandbytes' LLM.int8, which multiplies inputs
-            beyond a threshold in 16 bits (Dettmers et al. 2022a, Petals section 3.1)
+    int8    one scale for each output, weights only
     nf4     on a GPU: bitsandbytes' 4-bit NormalFloat, scales quantized too (Dettmers et al. 2023)
     int4    on a CPU, which has no fast kernels for NF4: 16 evenly spaced values between the least and the greatest of
             each group of weights
@@ -13,20 +12,23 @@ Only plain linear layers are quantized; the fused experts of a mixture are not.
 from __future__ import annotations
 
 from importlib.util import find_spec
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 from torch import nn
 
 from swarm.errors import InvalidOption
 from swarm.models.weights.frozen_linear import FrozenLinear, replace_linears
-from swarm.models.weights.weight_only import INT4_GROUP_SIZE, Int4Linear, Int8Linear, int4_layout
+from swarm.models.weights.weight_only import (
+    INT4_GROUP_SIZE,
+    Int4Linear,
+    Int8Linear,
+    TwoDigitInt8Linear,
+    int4_layout,
+)
 
 NONE, INT8, NF4, INT4 = "none", "int8", "nf4", "int4"
 QUANTIZATION_FORMS = frozenset({NONE, INT8, NF4, INT4})
-
-LLM_INT8_INPUT_THRESHOLD = 6.0
-"""LLM.int8 multiplies inputs beyond it in 16 bits."""
 
 
 def form_for_device(device: torch.device, requested: str) -> str:
@@ -39,7 +41,7 @@ def quantizable(linear: nn.Module, form: str) -> bool:
     if type(linear) is not nn.Linear:
         return False
     if form == INT8:
-        return linear.in_features % 16 == 0
+        return linear.in_features % 16 == 0 and linear.out_features % 8 == 0
     if form == INT4:
         return linear.in_features % INT4_GROUP_SIZE == 0 and linear.out_features % 16 == 0
     return linear.in_features % INT4_GROUP_SIZE == 0
@@ -49,7 +51,7 @@ def quantized_bytes(out_features: int, in_features: int, form: str) -> int:
     """Bytes of a weight in `form`, its scales included."""
     values = out_features * in_features
     if form == INT8:
-        return values + 4 * out_features  # bitsandbytes' scales take 4 bytes, torch's 2
+        return values + 2 * out_features
     if form == INT4:
         return values // 2 + 4 * (values // INT4_GROUP_SIZE)
     # One scale in 8 bits for a group, one in 32 for 256 groups, and the tables of both codes.
@@ -62,7 +64,7 @@ def weight_bytes(model: nn.Module) -> int:
 
 
 def _bytes(parameter: torch.Tensor) -> int:
-    found: list[Any] = [parameter, getattr(parameter, "SCB", None)]
+    found: list[Any] = [parameter]
     state = getattr(parameter, "quant_state", None)  # NF4's scales are not parameters
     while state is not None:
         found += [state.absmax, state.code]
@@ -82,9 +84,11 @@ def quantize(layers: nn.Module, form: str, device: torch.device) -> None:
     def replacement(linear: nn.Linear) -> nn.Module | None:
         if not quantizable(linear, form):
             return None
-        if device.type == "cuda":
-            return BitsAndBytesLinear(linear, "int8" if form == INT8 else "nf4", device)
-        return Int8Linear(linear) if form == INT8 else Int4Linear(linear)
+        if form == NF4:
+            return Nf4Linear(linear, device)
+        if form == INT4:
+            return Int4Linear(linear)
+        return TwoDigitInt8Linear(linear.to(device)) if device.type == "cuda" else Int8Linear(linear)
 
     replace_linears(layers, replacement)
 
@@ -95,10 +99,12 @@ def require_available(form: str, device: torch.device) -> None:
         return
     if device.type not in ("cpu", "cuda"):
         raise InvalidOption(f"--quant: weights are quantized on CPUs and CUDA devices, not on {device.type}; use none")
-    if device.type == "cuda" and find_spec("bitsandbytes") is None:
-        raise InvalidOption(f"--quant {form}: GPUs need bitsandbytes for it; pip install bitsandbytes, or use none")
     if form == (INT4 if device.type == "cuda" else NF4):
         raise InvalidOption("4 bits are nf4 on a GPU and int4 on a CPU")
+    if form == NF4 and find_spec("bitsandbytes") is None:
+        raise InvalidOption("--quant nf4: GPUs need bitsandbytes for it; pip install bitsandbytes, or use int8 or none")
+    if device.type == "cuda" and form == INT8 and not hasattr(torch, "_int_mm"):
+        raise InvalidOption("--quant int8: this version of torch has no 8-bit products on GPUs; use nf4 or none")
     if device.type == "cpu" and form == INT4 and int4_layout() is None:
         raise InvalidOption(
             "--quant nf4: this version of torch packs 4-bit weights in an unknown way; use int8 or none"
@@ -107,30 +113,26 @@ def require_available(form: str, device: torch.device) -> None:
         raise InvalidOption("--quant int8: this version of torch has no 8-bit products on CPUs; use none")
 
 
-class BitsAndBytesLinear(FrozenLinear):
-    """LLM.int8 or NF4. bitsandbytes quantizes while the weight moves to the device."""
+class Nf4Linear(FrozenLinear):
+    """NF4. bitsandbytes quantizes while the weight moves to the device."""
 
-    def __init__(self, linear: nn.Linear, form: Literal["int8", "nf4"], device: torch.device) -> None:
+    def __init__(self, linear: nn.Linear, device: torch.device) -> None:
         super().__init__(linear)
         import bitsandbytes as bnb
 
-        sizes = (linear.in_features, linear.out_features, linear.bias is not None)
-        weight, dtype = linear.weight.detach(), linear.weight.dtype
-        inner: Any
-        if form == "int8":
-            inner = bnb.nn.Linear8bitLt(
-                *sizes, has_fp16_weights=False, threshold=LLM_INT8_INPUT_THRESHOLD, device="meta"
-            )
-            # LLM.int8 is defined on 16-bit weights.
-            inner.weight = bnb.nn.Int8Params(weight.half(), requires_grad=False, has_fp16_weights=False)
-        else:
-            inner = bnb.nn.Linear4bit(*sizes, compute_dtype=dtype, quant_type="nf4", device="meta")
-            inner.weight = bnb.nn.Params4bit(
-                weight, requires_grad=False, quant_type="nf4", compress_statistics=True, module=inner
-            )
+        weight, self.dtype = linear.weight.detach(), linear.weight.dtype
+        inner: Any = bnb.nn.Linear4bit(
+            linear.in_features,
+            linear.out_features,
+            linear.bias is not None,
+            compute_dtype=self.dtype,
+            quant_type="nf4",
+            device="meta",
+        )
+        inner.weight = bnb.nn.Params4bit(
+            weight, requires_grad=False, quant_type="nf4", compress_statistics=True, module=inner
+        )
         inner.bias = linear.bias
-        self.dtype, self.form = dtype, form
-        self.rounds_inputs = form == "int8"
         self.bias: nn.Parameter | None = None  # the inner module adds it
         self.inner = inner.requires_grad_(False).to(device)
 
@@ -141,8 +143,4 @@ class BitsAndBytesLinear(FrozenLinear):
         import bitsandbytes.functional as bnb
 
         weight = self.inner.weight
-        if self.form == "nf4":
-            return cast(torch.Tensor, bnb.dequantize_4bit(weight.data, weight.quant_state)).to(self.dtype)
-        # The first product moves the scales from the weight to the module's state.
-        scales = weight.SCB if weight.SCB is not None else self.inner.state.SCB
-        return cast(torch.Tensor, weight.data * (scales / 127).unsqueeze(1)).to(self.dtype)
+        return cast(torch.Tensor, bnb.dequantize_4bit(weight.data, weight.quant_state)).to(self.dtype)

@@ -22,8 +22,9 @@ import torch
 from swarm.common import console
 from swarm.common.dtypes import dtype_name
 from swarm.common.version import VERSION
-from swarm.data_structures import Span
+from swarm.data_structures import Span, StepLayout
 from swarm.models.block_loading import return_freed_memory
+from swarm.models.execution.session_cache import SessionCache
 from swarm.models.execution.span_model import SpanModel
 from swarm.server.throughput import throughput_cache
 from swarm.server.throughput.throughput_cache import MeasurementConditions, Throughput
@@ -127,12 +128,12 @@ def measure_throughput(model: SpanModel, progress: bool = False) -> Throughput:
 
 
 def _decode_step(model: SpanModel, tokens: Callable[[int, int], torch.Tensor], moved_on: Callable[[], object]) -> float:
-    """Seconds of one step of one token: the median of a few."""
-    cache = model.new_padded_kv()
-    inputs = [tokens(1, 1) for _ in range(WARM_UP_STEPS + MEASURED_STEPS)]
+    """Seconds of a session's step of one token, computed as clients' steps are: the median of a few."""
+    session = SessionCache(model)
+    inputs = [tokens(1, 1)[0] for _ in range(WARM_UP_STEPS + MEASURED_STEPS)]
     times: list[float] = []
-    for hidden_11H in inputs:
-        times.append(_timed(model, partial(model.forward, hidden_11H, cache)))
+    for position, hidden_1H in enumerate(inputs):
+        times.append(_timed(model, partial(session.step, hidden_1H, StepLayout((position,), (1,)))))
         moved_on()
         if len(times) > 1 and sum(times) > MAX_DECODE_S:
             break

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import logging
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -155,6 +157,23 @@ def test_recording_writes_to_no_sequence(model):
     assert model.graphs._recordings
     for keys, (now, _) in zip(before, model.strategy.paging.pool.layers.values(), strict=True):
         assert torch.equal(keys, now[held])
+
+
+def test_a_recording_keeps_what_its_graph_reads(tmp_path_factory):
+    """A graph knows addresses only, and does not keep the function that it was recorded from."""
+    read = []
+
+    def records(function):
+        cells = [cell.cell_contents for cell in function.__closure__]
+        read.extend(weakref.ref(one) for one in cells if isinstance(one, torch.Tensor))
+        function()
+        return lambda: None
+
+    model = recorded(load_in_pages("llama", tmp_path_factory, PAGE), records)
+    decode(model, 2, 2)
+    gc.collect()
+    assert len(read) >= 3
+    assert all(one() is not None for one in read)
 
 
 def test_outputs_are_not_overwritten_by_the_next_replay(model):

@@ -80,23 +80,19 @@ def test_a_cache_whose_single_tokens_are_wrong_is_not_used(model, layout, monkey
     assert choose_layout(model, layout).strategy.layout == "padded"
     monkeypatch.undo()
     monkeypatch.setattr(strategy_choice, "agrees_with_reference", lambda kernel, pages: True)
-    monkeypatch.setattr(strategy_choice, "candidate_kernels", lambda device: (wrong_for_single_tokens,))
+    monkeypatch.setattr(strategy_choice, "paged_kernel", lambda device: wrong_for_single_tokens)
     assert choose_layout(model, "paged").strategy.layout == "contiguous"
 
 
 @pytest.mark.parametrize("kernel", [refuses, ignores_windows, forgets])
 def test_a_kernel_that_does_not_do_what_it_should_is_not_used(model, kernel, monkeypatch):
     """Also where this model is computed right with it, until one with a window, or a longer sequence, comes."""
-    monkeypatch.setattr(strategy_choice, "candidate_kernels", lambda device: (kernel,))
+    monkeypatch.setattr(strategy_choice, "paged_kernel", lambda device: kernel)
     assert choose_layout(model, "paged").strategy == ExecutionStrategy("contiguous")
-    monkeypatch.setattr(strategy_choice, "candidate_kernels", lambda device: (kernel, reference_kernel))
-    paging = choose_layout(model, "paged").strategy.paging
-    assert paging is not None
-    assert paging.kernel is reference_kernel
 
 
 def test_a_torch_without_attention_over_pages(model, monkeypatch):
-    monkeypatch.setattr(strategy_choice, "candidate_kernels", lambda device: ())
+    monkeypatch.setattr(strategy_choice, "paged_kernel", lambda device: None)
     assert choose_layout(model, "paged").strategy == ExecutionStrategy("contiguous")
 
 

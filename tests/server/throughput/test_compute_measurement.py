@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from swarm.data_structures import Span
+from swarm.data_structures import Span, StepLayout
 from swarm.models.checkpoints.checkpoint import open_checkpoint
 from swarm.models.execution.span_model import SpanModel
 from swarm.models.loading.span_loading import load_span
@@ -48,18 +48,19 @@ class Computer:
         self.steps = 0
         self._step, self._token = step, token
         monkeypatch.setattr(model, "forward", self.forward)
+        monkeypatch.setattr(throughput, "SessionCache", lambda model: SimpleNamespace(step=self.step))
         monkeypatch.setattr(throughput, "time", SimpleNamespace(perf_counter=lambda: self.now, time=lambda: 1.8e9))
 
-    def forward(self, hidden, cache=None):
+    def step(self, hidden, layout):
+        assert (len(hidden), layout) == (1, StepLayout((self.steps,), (1,)))
+        self.steps += 1
+        self.now += self._step(self.steps)
+
+    def forward(self, hidden):
         rows, length, _ = hidden.shape
-        if cache is not None:
-            assert (rows, length) == (1, 1)
-            self.steps += 1
-            self.now += self._step(self.steps)
-        else:
-            assert length <= SEQUENCE_TOKENS
-            self.batches.append(rows * length)
-            self.now += self._token * rows * length
+        assert length <= SEQUENCE_TOKENS
+        self.batches.append(rows * length)
+        self.now += self._token * rows * length
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -103,7 +104,7 @@ def test_batches_grow_as_far_as_the_budget_goes(model, monkeypatch, token):
 def test_a_model_with_few_positions_gets_short_rows(model, monkeypatch):
     monkeypatch.setattr(model, "positions", 10)
     rows = []
-    monkeypatch.setattr(model, "forward", lambda hidden, cache=None: rows.append(hidden.shape[1]))
+    monkeypatch.setattr(model, "forward", lambda hidden: rows.append(hidden.shape[1]))
     found = measure_throughput(model)
     assert max(rows) == 10
     assert math.isfinite(found.forward)
@@ -114,10 +115,10 @@ def test_a_batch_that_does_not_fit_into_memory_is_not_needed(model, monkeypatch,
     computer = Computer(model, monkeypatch, lambda number: 0.01, 1e-4)
     whole = computer.forward
 
-    def forward(hidden, cache=None):
-        if cache is None and hidden.shape[0] * hidden.shape[1] > fits:
+    def forward(hidden):
+        if hidden.shape[0] * hidden.shape[1] > fits:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        whole(hidden, cache)
+        whole(hidden)
 
     monkeypatch.setattr(model, "forward", forward)
     expected = 3 / 1e-4 if fits else 3 / 0.01
@@ -125,16 +126,13 @@ def test_a_batch_that_does_not_fit_into_memory_is_not_needed(model, monkeypatch,
 
 
 def test_tokens_differ_so_that_they_go_to_different_experts(model, monkeypatch):
-    seen = []
-
-    def forward(hidden, cache=None):
-        seen.append(hidden)
-
-    monkeypatch.setattr(model, "forward", forward)
+    batches, steps = [], []
+    monkeypatch.setattr(model, "forward", batches.append)
+    stands_in = SimpleNamespace(step=lambda hidden, layout: steps.append(hidden))
+    monkeypatch.setattr(throughput, "SessionCache", lambda model: stands_in)
     measure_throughput(model)
-    steps = [hidden for hidden in seen if hidden.shape[1] == 1]
     assert not torch.equal(steps[0], steps[1])
-    assert not torch.equal(seen[-1][0, 0], seen[-1][-1, -1])
+    assert not torch.equal(batches[-1][0, 0], batches[-1][-1, -1])
 
 
 @pytest.fixture
