@@ -134,10 +134,7 @@ class Peer:
 
     @classmethod
     async def create(cls, config: P2PConfig, rules: RecordRules) -> Peer:
-        """Start the daemon and join the DHT.
-
-        Args:
-            rules: what the records of the DHT mean: those that break them are neither stored nor believed.
+        """Start the daemon and join the DHT, whose records are stored and believed by these rules.
 
         Raises:
             AddressUnavailable: an address to listen on is taken.

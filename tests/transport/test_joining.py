@@ -96,10 +96,3 @@ def test_a_machine_whose_clock_is_wrong_hears_of_it_at_once(monkeypatch, listeni
     with pytest.raises(PeerUnreachable, match="clock"):
         join(monkeypatch, attempts, address(listening_port))
     assert attempts.count == 1
-
-
-def test_other_errors_are_not_retried(monkeypatch, listening_port):
-    attempts = Attempts(OSError("disk full"), repeat=True)
-    with pytest.raises(OSError, match="disk full"):
-        join(monkeypatch, attempts, address(listening_port))
-    assert attempts.count == 1

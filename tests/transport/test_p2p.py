@@ -224,31 +224,6 @@ def test_a_peer_that_dies_is_lost_quickly(folder):
     nothing_is_left(folder)
 
 
-def test_a_peer_that_cannot_be_reached_costs_no_socket(folder):
-    async def scenario():
-        first = await listening()
-        client = await Peer.create(P2PConfig(initial_peers=(await address_of(first),)), AnnouncementValidator())
-        kept = []
-        before = psutil.Process().num_fds()
-        for _ in range(20):
-            with pytest.raises(PeerLost) as lost:
-                await client.open_stream(STRANGER)
-            kept.append(lost.value)
-        for _ in range(5):
-            dialing = asyncio.ensure_future(client.open_stream(STRANGER))
-            await asyncio.sleep(0)
-            dialing.cancel()
-            kept += await asyncio.gather(dialing, return_exceptions=True)
-        async with asyncio.timeout(PATIENCE):
-            while psutil.Process().num_fds() > before:
-                await asyncio.sleep(0.01)
-        assert len(kept) == 25
-        await client.shutdown()
-        await first.shutdown()
-
-    run(scenario())
-
-
 def test_leaving_ends_the_streams_and_their_handlers_without_a_word(folder, caplog):
     async def scenario():
         client = await listening()

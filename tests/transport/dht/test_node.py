@@ -437,11 +437,11 @@ def test_nobody_is_known_under_an_id_that_it_chose():
 def test_who_asks_too_much_is_refused_and_nobody_else():
     async def scenario(peers):
         first = await peers.add()
-        greedy, other = await peers.add(listen=False), await peers.add(listen=False)
+        one, two, other = [await peers.add(listen=False) for _ in range(3)]
         find = dht_pb2.FindRequest(keys=[key_bytes("a")])
-        record = sign("a", b"x", time.time() + LONG_S, greedy.identity.private_key)
+        record = sign("b", b"x", time.time() + LONG_S, one.identity.private_key)
         store = messages.store_request([record] * messages.MAX_RECORDS_STORED, dht_pb2.NodeInfo())
-        for name, request, count in (("rpc_store", store, 200), ("rpc_find", find, 2000)):
+        for greedy, name, request, count in ((one, "rpc_store", store, 200), (two, "rpc_find", find, 2000)):
             stub = greedy.dht.protocol.get_stub(PeerID.from_base58(first.peer_id))
             asked = [getattr(stub, name)(request, timeout=30) for _ in range(count)]
             answers = await asyncio.gather(*asked, return_exceptions=True)

@@ -53,6 +53,7 @@ def test_a_place_is_granted_for_the_time_that_is_left():
         (NOW, MIN_PLACE_S),
     ):
         assert place_granted(grant(int(expire)), NOW).seconds == seconds  # its clock may be wrong
+    assert place_granted(grant(int(NOW) + 60) + b"\xfa\x07\x03new", NOW).seconds == 60  # a field of a later version
     assert place_granted(grant(int(NOW) + 60, addrs=[b"x", b"y"], voucher=b"z" * 500), NOW).seconds == 60
 
 
@@ -92,15 +93,6 @@ def test_what_is_no_answer():
     ]:
         with pytest.raises(ProtocolViolation):
             place_granted(answer, NOW)
-
-
-def test_fields_of_later_versions_are_passed_over():
-    assert place_granted(grant(int(NOW) + 60) + b"\xfa\x07\x03new", NOW).seconds == 60
-
-
-@given(st.binary(max_size=100))
-def test_garbage_never_raises_anything_else(answer):
-    granted_or_refused(answer)
 
 
 @given(st.integers(0, 2**64 - 1), st.binary(max_size=40), st.data())
@@ -164,13 +156,6 @@ def test_an_answer_in_pieces(monkeypatch):
     assert answer[0] & 0x80  # the length itself has two bytes
     relay = PlayedRelay(answer[:1], answer[1:2], answer[2:50], answer[50:])
     assert reserve_at(relay, monkeypatch) == 60
-
-
-def test_an_answer_may_be_as_long_as_is_allowed(monkeypatch):
-    head = len(grant(int(NOW) + 60, voucher=b"v" * (MAX_ANSWER_BYTES - 100))) - (MAX_ANSWER_BYTES - 100)
-    longest = grant(int(NOW) + 60, voucher=b"v" * (MAX_ANSWER_BYTES - head))
-    assert len(longest) == MAX_ANSWER_BYTES
-    assert reserve_at(PlayedRelay(with_length(longest)), monkeypatch) == 60
 
 
 @pytest.mark.parametrize(

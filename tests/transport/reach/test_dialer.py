@@ -171,28 +171,19 @@ def test_what_cannot_be_dialed_is_lost(daemons):
     run(scenario)
 
 
-def test_a_daemon_that_does_not_start_is_tried_again_the_next_time(daemons):
+def test_a_daemon_that_does_not_start_or_has_died_is_replaced(daemons):
     async def scenario(dialer):
         daemons.failure = P2PDaemonError("no memory")
         with pytest.raises(PeerLost, match="no memory"):
             await dialer.dial(HOME, ADDRESS)
         daemons.failure = None
         await dialer.dial(HOME, ADDRESS)
+        daemons.started[-1]._child.returncode = -9  # it has died
+        await dialer.dial(HOME, ADDRESS)
+        assert daemons.running == 1
 
     run(scenario)
     assert not any(folder.exists() for folder in daemons.folders)
-
-
-def test_a_daemon_that_has_died_is_replaced(daemons):
-    async def scenario(dialer):
-        await dialer.dial(HOME, ADDRESS)
-        for daemon in daemons.started:
-            daemon._child.returncode = -9
-        await dialer.dial(HOME, ADDRESS)
-        assert daemons.running >= 1
-
-    run(scenario)
-    assert daemons.running == 0
 
 
 def test_the_wait_for_a_free_daemon_counts_in_the_time_of_a_dial(daemons):

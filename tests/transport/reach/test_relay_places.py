@@ -466,19 +466,6 @@ def test_if_all_relays_fail_at_first_they_are_asked_once_more(monkeypatch):
     run(scenario)
 
 
-def test_where_one_relay_gives_a_place_the_others_are_not_waited_for(monkeypatch):
-    async def scenario():
-        good, full = server(0), server(1)
-        full.status = 201
-        home = Home(monkeypatch, good, full)
-        await home.places.begin()
-        assert home.held == {good.id}
-        assert full.reserved == 1
-        assert now() < HURRY_S
-
-    run(scenario)
-
-
 def test_nothing_stays_open_of_places_that_are_not_held_any_more(monkeypatch):
     async def scenario():
         home = Home(monkeypatch, *map(server, range(5)))
