@@ -25,13 +25,7 @@ from swarm.errors import IdentityError
 
 @dataclass(frozen=True)
 class Identity:
-    """A peer's key and the peer id derived from it.
-
-    Attributes:
-        path: the key file that the libp2p daemon reads.
-        private_key: the same key, for signing.
-        peer_id: base58 peer id.
-    """
+    """A peer's key, the file from which the libp2p daemon reads it, and the peer id (base58) derived from it."""
 
     path: Path
     private_key: RSAPrivateKey

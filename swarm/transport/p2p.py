@@ -9,7 +9,7 @@ import asyncio
 import logging
 import os
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -134,10 +134,7 @@ class Peer:
 
     @classmethod
     async def create(cls, config: P2PConfig, rules: RecordRules) -> Peer:
-        """Start the daemon and join the DHT.
-
-        Args:
-            rules: what the records of the DHT mean: those that break them are neither stored nor believed.
+        """Start the daemon and join the DHT, whose records are stored and believed by these rules.
 
         Raises:
             AddressUnavailable: an address to listen on is taken.
@@ -236,18 +233,11 @@ class Peer:
         return tuple(dict.fromkeys((*own, *visible, *self._initial_peers)))
 
     async def open_stream(self, peer_id: str) -> Stream:
-        try:
-            return await self._streams.open(peer_id)
-        except (NotAMember, ProtocolViolation) as error:
-            # The two cannot talk to each other, whichever of them is to blame.
-            raise PeerLost(f"peer …{peer_id[-6:]} cannot be used: {error}") from error
+        return await _usable(peer_id, self._streams.open(peer_id))
 
     async def open_weights_stream(self, peer_id: str) -> Stream:
         """A stream on which a peer is asked for weights. Raises `PeerLost`."""
-        try:
-            return await self._streams.open_protocol(peer_id, WEIGHTS_PROTOCOL_ID)
-        except (NotAMember, ProtocolViolation) as error:
-            raise PeerLost(f"peer …{peer_id[-6:]} cannot be used: {error}") from error
+        return await _usable(peer_id, self._streams.open_protocol(peer_id, WEIGHTS_PROTOCOL_ID))
 
     async def serve(self, handler: StreamHandler) -> None:
         await self._streams.serve(handler)
@@ -273,7 +263,7 @@ class Peer:
 
     @property
     def revocations(self) -> Revocations:
-        """The newest list of revocations that this peer of a private swarm has seen, at its initial peers too."""
+        """The newest list of revocations that this peer of a private swarm has seen."""
         assert self._gate is not None, "only in a private swarm"
         return self._gate.membership.revocations
 
@@ -310,6 +300,14 @@ class Peer:
         finally:
             await self._p2p.shutdown()
             self._folder.remove()
+
+
+async def _usable(peer_id: str, opening: Awaitable[Stream]) -> Stream:
+    """The stream. Raises `PeerLost` also where the two peers cannot talk to each other, whoever is to blame."""
+    try:
+        return await opening
+    except (NotAMember, ProtocolViolation) as error:
+        raise PeerLost(f"peer …{peer_id[-6:]} cannot be used: {error}") from error
 
 
 def _make_reach(config: P2PConfig, p2p: P2P, dht: DhtNode, streams: PeerStreams, book: AddressBook) -> Reachability:

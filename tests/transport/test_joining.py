@@ -6,10 +6,9 @@ import asyncio
 import logging
 import socket
 import time
-from contextlib import closing, suppress
+from contextlib import closing
 
 import pytest
-import uvloop
 
 from swarm.dht.validation import AnnouncementValidator
 from swarm.errors import ClockDiffers, PeerUnreachable
@@ -20,7 +19,6 @@ from swarm.transport.p2p import P2PConfig, Peer
 # hivemind leaves connections to its own daemon to the garbage collector.
 pytestmark = pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning", "ignore:loop is closed:ResourceWarning")
 
-LOOPBACK = ("/ip4/127.0.0.1/tcp/0",)
 STRANGER = "QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
 
 
@@ -98,79 +96,3 @@ def test_a_machine_whose_clock_is_wrong_hears_of_it_at_once(monkeypatch, listeni
     with pytest.raises(PeerUnreachable, match="clock"):
         join(monkeypatch, attempts, address(listening_port))
     assert attempts.count == 1
-
-
-def test_what_cannot_be_tested_by_tcp_is_tried_again(monkeypatch):
-    attempts = Attempts(PeerUnreachable("no answer"))
-    assert join(monkeypatch, attempts, f"/ip4/127.0.0.1/udp/1/quic/p2p/{STRANGER}") == "joined"
-    assert attempts.count == 2
-
-
-def test_other_errors_are_not_retried(monkeypatch, listening_port):
-    attempts = Attempts(OSError("disk full"), repeat=True)
-    with pytest.raises(OSError, match="disk full"):
-        join(monkeypatch, attempts, address(listening_port))
-    assert attempts.count == 1
-
-
-class SlowDoor:
-    """Accepts connections to a peer but forwards nothing until it is opened, as a machine that is overloaded."""
-
-    def __init__(self, target: int) -> None:
-        self._target = target
-        self.opened = asyncio.Event()
-        self.waiting = asyncio.Event()
-        self._tasks: set[asyncio.Task[None]] = set()
-
-    async def start(self) -> int:
-        self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
-        return self._server.sockets[0].getsockname()[1]
-
-    async def close(self) -> None:
-        self._server.close()
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-
-    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        self._tasks.add(task)
-        self.waiting.set()
-        with closing(writer):
-            await self.opened.wait()
-            other_reader, other_writer = await asyncio.open_connection("127.0.0.1", self._target)
-            with closing(other_writer), suppress(OSError):
-                await asyncio.gather(self._copy(reader, other_writer), self._copy(other_reader, writer))
-
-    @staticmethod
-    async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        while data := await reader.read(1 << 16):
-            writer.write(data)
-            await writer.drain()
-        writer.close()
-
-
-@pytest.mark.slow
-def test_a_real_peer_behind_a_machine_that_wakes_up_late(caplog):
-    caplog.set_level(logging.WARNING, joining.logger.name)
-
-    async def scenario() -> None:
-        first = await Peer.create(P2PConfig(host_maddrs=LOOPBACK), AnnouncementValidator())
-        _, _, _, _, port, *_ = (await first.visible_addresses())[0].split("/")
-        door = SlowDoor(int(port))
-        try:
-            slow = f"/ip4/127.0.0.1/tcp/{await door.start()}/p2p/{first.peer_id}"
-            joining_task = asyncio.create_task(join_network(P2PConfig((slow,), LOOPBACK), AnnouncementValidator()))
-            while not caplog.records:  # the first attempt has failed
-                await asyncio.sleep(0.05)
-                assert not joining_task.done()
-            door.opened.set()
-            second = await joining_task
-            await second.shutdown()
-        finally:
-            await door.close()
-            await first.shutdown()
-
-    uvloop.run(asyncio.wait_for(scenario(), 100))
-    assert caplog.records

@@ -13,7 +13,7 @@ import tempfile
 import time
 from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import psutil
 import pytest
@@ -24,7 +24,6 @@ from swarm.errors import AddressUnavailable, CacheFull, IdentityError, InvalidOp
 from swarm.protocol import messages
 from swarm.server.sessions.reply_stream import ReplyStream
 from swarm.transport.dht.protocol import DhtProtocol
-from swarm.transport.identity import load_or_create
 from swarm.transport.p2p import RELAYED_PEERS, P2PConfig, Peer
 
 # hivemind leaves connections to its own daemon to the garbage collector.
@@ -109,19 +108,6 @@ def unused_port() -> int:
         return probe.getsockname()[1]
 
 
-def test_ctrl_c_at_a_terminal_is_not_for_the_daemon(folder):
-    async def scenario():
-        peer = await listening()
-        try:
-            (daemon,) = daemons()
-            assert os.getpgid(daemon.pid) != os.getpgid(0)
-        finally:
-            await peer.shutdown()
-
-    run(scenario())
-    nothing_is_left(folder)
-
-
 def test_a_machine_with_a_wrong_clock_is_told_so(folder, monkeypatch):
     answered = DhtProtocol.rpc_ping
 
@@ -139,7 +125,7 @@ def test_a_machine_with_a_wrong_clock_is_told_so(folder, monkeypatch):
         finally:
             await server.shutdown()
 
-    at_another_time.__annotations__ = answered.__annotations__  # by which the message's type is known
+    at_another_time.__annotations__ = get_type_hints(answered)  # by which the message's type is known
     monkeypatch.setattr(DhtProtocol, "rpc_ping", at_another_time)
     run(scenario())
     nothing_is_left(folder)
@@ -156,6 +142,8 @@ def test_two_peers_exchange_frames_and_leave_nothing_behind(folder):
             client = await Peer.create(P2PConfig(initial_peers=(address,)), AnnouncementValidator())
             try:
                 assert len(daemons()) == 2
+                # Ctrl-C at a terminal ends the peer, which ends its daemon.
+                assert os.getpgid(0) not in {os.getpgid(daemon.pid) for daemon in daemons()}
                 assert list(folder.iterdir())
                 with closing(await client.open_stream(server.peer_id)) as stream:
                     # The names come from libp2p's handshake, not from what the peers say about themselves.
@@ -236,31 +224,6 @@ def test_a_peer_that_dies_is_lost_quickly(folder):
     nothing_is_left(folder)
 
 
-def test_a_peer_that_cannot_be_reached_costs_no_socket(folder):
-    async def scenario():
-        first = await listening()
-        client = await Peer.create(P2PConfig(initial_peers=(await address_of(first),)), AnnouncementValidator())
-        kept = []
-        before = psutil.Process().num_fds()
-        for _ in range(20):
-            with pytest.raises(PeerLost) as lost:
-                await client.open_stream(STRANGER)
-            kept.append(lost.value)
-        for _ in range(5):
-            dialing = asyncio.ensure_future(client.open_stream(STRANGER))
-            await asyncio.sleep(0)
-            dialing.cancel()
-            kept += await asyncio.gather(dialing, return_exceptions=True)
-        async with asyncio.timeout(PATIENCE):
-            while psutil.Process().num_fds() > before:
-                await asyncio.sleep(0.01)
-        assert len(kept) == 25
-        await client.shutdown()
-        await first.shutdown()
-
-    run(scenario())
-
-
 def test_leaving_ends_the_streams_and_their_handlers_without_a_word(folder, caplog):
     async def scenario():
         client = await listening()
@@ -293,40 +256,11 @@ def test_leaving_ends_the_streams_and_their_handlers_without_a_word(folder, capl
     assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == []
 
 
-def test_an_identity_file_keeps_the_peers_name(folder, tmp_path):
-    identity = load_or_create(tmp_path / "identity")
-
-    async def scenario():
-        peer = await listening(identity_path=identity.path)
-        await peer.shutdown()
-        return peer.peer_id
-
-    assert run(scenario()) == identity.peer_id
-    assert identity.path.exists()
-    nothing_is_left(folder)
-
-
-@pytest.mark.parametrize("hosts", [(), LOOPBACK], ids=["client", "server"])
-def test_no_initial_peer_answers(folder, hosts):
+def test_no_initial_peer_answers(folder):
     nobody = f"/ip4/127.0.0.1/tcp/{unused_port()}/p2p/{STRANGER}"
-    config = P2PConfig(initial_peers=(nobody,), host_maddrs=hosts)
+    config = P2PConfig(initial_peers=(nobody,), host_maddrs=LOOPBACK)
     with pytest.raises(PeerUnreachable, match=STRANGER):
         run(Peer.create(config, AnnouncementValidator()))
-    nothing_is_left(folder)
-
-
-def test_the_address_is_right_but_the_peer_id_is_not(folder):
-    async def scenario():
-        other = await listening()
-        try:
-            wrong = (await address_of(other)).replace(other.peer_id, STRANGER)
-            with pytest.raises(PeerUnreachable):
-                await Peer.create(P2PConfig(initial_peers=(wrong,)), AnnouncementValidator())
-            assert len(daemons()) == 1
-        finally:
-            await other.shutdown()
-
-    run(scenario())
     nothing_is_left(folder)
 
 
@@ -385,8 +319,4 @@ def test_for_how_many_a_peer_relays():
             config = P2PConfig(host_maddrs=EVERYWHERE, membership=membership, relay=relay)
             assert config.relayed_peers == expected
             assert type(config.relayed_peers) is int
-
-
-@pytest.mark.parametrize("relay", [None, True, 5])
-def test_a_client_relays_for_nobody(relay):
-    assert P2PConfig(initial_peers=("/ip4/9.9.9.9/tcp/1",), relay=relay).relayed_peers == 0
+        assert P2PConfig(initial_peers=("/ip4/9.9.9.9/tcp/1",), relay=relay).relayed_peers == 0  # a client

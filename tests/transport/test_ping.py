@@ -10,13 +10,10 @@ from typing import Any
 
 import msgspec
 import pytest
-import uvloop
 
-from swarm.dht.validation import AnnouncementValidator
 from swarm.errors import CacheFull, PeerLost, ProtocolViolation, RemoteError
 from swarm.protocol import messages
 from swarm.transport import ping
-from swarm.transport.p2p import P2PConfig, Peer
 from swarm.transport.ping import PING_SAMPLES, PROBE_SIZES_BYTES, measure_bandwidth, measure_round_trip, ping_many
 from swarm.transport.stream import Stream
 from tests.memory_hub import MemoryHub, MemoryNetwork
@@ -132,10 +129,7 @@ def test_a_round_trip_is_the_shortest_and_without_the_first(use):
     run(scenario)
 
 
-@pytest.mark.parametrize(
-    ("latency", "up", "down"),
-    [(0.0, 1e9, 1e9), (0.05, 1e6, 1e7), (0.2, 1e5, 4e4), (0.001, 2e3, 1e8), (0.3, 1e7, 1e7)],
-)
+@pytest.mark.parametrize(("latency", "up", "down"), [(0.0, 1e9, 1e9), (0.01, 1e4, 1e4), (0.2, 1e5, 4e4)])
 def test_each_direction_has_a_bandwidth_of_its_own(use, latency, up, down):
     link = use(Link(latency, up, down))
 
@@ -144,17 +138,8 @@ def test_each_direction_has_a_bandwidth_of_its_own(use, latency, up, down):
         found = await measure_bandwidth(swarm.network, "peer")
         assert (found.up, found.down) == (pytest.approx(up), pytest.approx(down))
         assert peer.bytes <= 4 << 20
-
-    run(scenario)
-
-
-def test_a_slow_link_is_not_burdened_for_long(use):
-    link = use(Link(0.01, 1e4, 1e4))
-
-    async def scenario(swarm):
-        peer = await swarm.add("peer", FakePeer(link=link))
-        await measure_bandwidth(swarm.network, "peer")
-        assert peer.bytes == 2 * PROBE_SIZES_BYTES[0]
+        if up == 1e4:  # a slow link is not burdened for long
+            assert peer.bytes == 2 * PROBE_SIZES_BYTES[0]
 
     run(scenario)
 
@@ -201,12 +186,8 @@ def test_a_peer_that_answers_before_it_is_asked_has_a_finite_bandwidth(use):
 
 WRONG = [
     pytest.param((messages.ProbeReply(), b""), ProtocolViolation, "with a ProbeReply", id="wrong type"),
-    pytest.param((INFO, b"x"), ProtocolViolation, "payload of 1 bytes", id="payload where none is due"),
     pytest.param((INFO, b"x" * (10 << 20)), ProtocolViolation, "payload of 10485760 bytes", id="ten megabytes"),
-    pytest.param((messages.InfoRequest(), b""), ProtocolViolation, "not a valid reply", id="no reply"),
     pytest.param((msgspec.Raw(b"\xc1"), b""), ProtocolViolation, "not a valid reply", id="garbage"),
-    pytest.param((msgspec.Raw(b"\x91" * 60_000), b""), ProtocolViolation, "not a valid reply", id="deep"),
-    pytest.param((msgspec.Raw(b"a" * 200_000), b""), ProtocolViolation, "header of 200000", id="long header"),
     pytest.param((messages.Refusal("cache_full", "no"), b""), CacheFull, "refused: no", id="refusal"),
     pytest.param((messages.Refusal("of the future", "no"), b""), RemoteError, "refused: no", id="unknown refusal"),
     pytest.param("hang up", PeerLost, "closed the connection", id="hung up"),
@@ -214,13 +195,12 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize(("measure", "rights"), [(measure_round_trip, 0), (measure_bandwidth, 2)])
 @pytest.mark.parametrize(("answer", "kind", "why"), WRONG)
-def test_wrong_answers_are_typed_errors_in_time(measure, rights, answer, kind, why):
+def test_wrong_answers_are_typed_errors_in_time(answer, kind, why):
     async def scenario(swarm):
-        peer = await swarm.add("peer", FakePeer(*[(INFO, b"")] * rights, answer))
+        peer = await swarm.add("peer", FakePeer(answer))
         with pytest.raises(kind, match=why):
-            await measure(swarm.network, "peer", SHORT if answer is None else PATIENCE)
+            await measure_round_trip(swarm.network, "peer", SHORT if answer is None else PATIENCE)
         await peer.ended.wait()  # the stream was closed
         assert await ping_many(swarm.network, ["peer"], timeout_s=SHORT) == {}
 
@@ -231,8 +211,6 @@ def test_wrong_answers_are_typed_errors_in_time(measure, rights, answer, kind, w
     ("answer", "kind", "why"),
     [
         pytest.param((messages.ProbeReply(), b"x"), ProtocolViolation, "payload of 1 bytes", id="payload"),
-        pytest.param((INFO, b""), ProtocolViolation, "with a InfoReply", id="wrong type"),
-        pytest.param((messages.Refusal("too_long", "no"), b""), RemoteError, "refused", id="refused"),
         pytest.param(None, PeerLost, "did not answer", id="silent"),
     ],
 )
@@ -279,23 +257,14 @@ class StuckNetwork:
         self.closed += 1
 
 
-@pytest.mark.parametrize("where", ["open", "send"])
-def test_a_peer_that_cannot_be_written_to_is_lost_in_time(where):
+def test_a_peer_that_cannot_be_written_to_is_lost_in_time():
     async def scenario(swarm):
-        network = StuckNetwork(where)
-        for measure in (measure_round_trip, measure_bandwidth):
-            with pytest.raises(PeerLost, match="did not answer"):
-                await measure(network, "peer", SHORT)
-        assert network.closed == (2 if where == "send" else 0)
-
-    run(scenario)
-
-
-def test_a_peer_that_cannot_be_reached():
-    async def scenario(swarm):
-        for measure in (measure_round_trip, measure_bandwidth):
-            with pytest.raises(PeerLost, match="cannot be reached"):
-                await measure(swarm.network, "nobody")
+        for where, closed in (("open", 0), ("send", 2)):
+            network = StuckNetwork(where)
+            for measure in (measure_round_trip, measure_bandwidth):
+                with pytest.raises(PeerLost, match="did not answer"):
+                    await measure(network, "peer", SHORT)
+            assert network.closed == closed
 
     run(scenario)
 
@@ -353,47 +322,3 @@ def test_silent_peers_do_not_hold_up_the_others_beyond_the_limit():
             assert not peer.requests or await peer.ended.wait()
 
     run(scenario)
-
-
-def test_cancelling_closes_all_streams():
-    async def scenario(swarm):
-        asked = asyncio.Event()
-
-        class Silent(FakePeer):
-            async def _answer(self, stream: Stream) -> None:
-                await stream.receive()
-                asked.set()
-                await stream.receive()
-
-        peer = await swarm.add("silent", Silent())
-        pinging = asyncio.create_task(ping_many(swarm.network, ["silent"], limit=60, timeout_s=60))
-        await asked.wait()
-        pinging.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await pinging
-        await peer.ended.wait()
-
-    run(scenario)
-
-
-def test_real_peers_over_libp2p() -> None:
-    async def scenario() -> None:
-        server = await Peer.create(P2PConfig(host_maddrs=("/ip4/127.0.0.1/tcp/0",)), AnnouncementValidator())
-        await server.serve(FakePeer())
-        here = P2PConfig(initial_peers=await server.visible_addresses())
-        client = await Peer.create(here, AnnouncementValidator())
-        gone = await Peer.create(here, AnnouncementValidator())
-        await gone.shutdown()
-        async with asyncio.timeout(60):
-            assert 0 < await measure_round_trip(client, server.peer_id, 30) < 30
-            with pytest.raises(PeerLost):
-                await measure_round_trip(client, gone.peer_id)
-            found = await ping_many(client, [gone.peer_id, server.peer_id, client.peer_id], limit=10)
-            assert set(found) == {server.peer_id}
-            link = await measure_bandwidth(client, server.peer_id, 30)
-            assert 0 < link.up < math.inf
-            assert 0 < link.down < math.inf
-        await client.shutdown()
-        await server.shutdown()
-
-    uvloop.run(scenario())

@@ -56,23 +56,15 @@ def test_frames_arrive_whole_and_in_order(payloads):
     asyncio.run(scenario())
 
 
-def test_both_directions_at_once():
-    async def scenario():
-        ours, theirs = stream_pair("us", "them")
-        assert (ours.peer_id, theirs.peer_id) == ("them", "us")
-        await asyncio.gather(ours.send(HELLO, b"a" * 300_000), theirs.send(HELLO, b"b" * 300_000))
-        there, here = await asyncio.gather(theirs.receive(), ours.receive())
-        assert (there.payload, here.payload) == (b"a" * 300_000, b"b" * 300_000)
-
-    asyncio.run(scenario())
-
-
-def test_a_payload_may_be_any_buffer():
+def test_a_payload_may_be_any_buffer_and_arrives_before_the_end():
     async def scenario():
         ours, theirs = stream_pair("us", "them")
         await ours.send(HELLO, memoryview(bytearray(b"xyz")))
         await ours.send(HELLO, memoryview(b""))
+        ours.close()
         assert [(await theirs.receive()).payload for _ in range(2)] == [b"xyz", b""]
+        with pytest.raises(PeerLost):
+            await theirs.receive()
 
     asyncio.run(scenario())
 
@@ -97,9 +89,7 @@ def test_too_large_a_frame_is_refused_before_it_comes():
     async def scenario():
         for prefix, limit in [
             (encode_prefix(MAX_HEADER_BYTES + 1, 0), MAX_PAYLOAD_BYTES),
-            (encode_prefix(2**32 - 1, 0), MAX_PAYLOAD_BYTES),
             (encode_prefix(1, MAX_PAYLOAD_BYTES + 1), MAX_PAYLOAD_BYTES),
-            (encode_prefix(1, 2**64 - 1), MAX_PAYLOAD_BYTES),
             (encode_prefix(1, 101), 100),
             (encode_prefix(1, 1), 0),
         ]:
@@ -121,37 +111,12 @@ def test_a_stream_that_ends_inside_of_a_frame():
     asyncio.run(scenario())
 
 
-def test_a_peer_that_closes_is_lost_after_what_it_had_sent():
-    async def scenario():
-        ours, theirs = stream_pair("us", "them")
-        await ours.send(HELLO, b"last")
-        ours.close()
-        assert (await theirs.receive()).payload == b"last"
-        with pytest.raises(PeerLost):
-            await theirs.receive()
-
-    asyncio.run(scenario())
-
-
-@pytest.mark.parametrize("error", [ConnectionResetError("gone"), BrokenPipeError("gone"), RuntimeError("closed")])
+@pytest.mark.parametrize("error", [ConnectionResetError("gone"), RuntimeError("closed")])
 def test_sending_into_a_broken_connection(error):
     async def scenario():
         writer: Any = Deaf(error)
         with pytest.raises(PeerLost, match="…longid broke"):
             await FrameStream("averylongid", asyncio.StreamReader(), writer).send(HELLO)
-
-    asyncio.run(scenario())
-
-
-def test_a_connection_that_resets_while_one_waits():
-    async def scenario():
-        reader = asyncio.StreamReader()
-        writer: Any = Deaf(AssertionError())
-        waiting = asyncio.create_task(FrameStream("peer", reader, writer).receive())
-        await asyncio.sleep(0)
-        reader.set_exception(ConnectionResetError("reset"))
-        with pytest.raises(PeerLost):
-            await asyncio.wait_for(waiting, SOON)
 
     asyncio.run(scenario())
 

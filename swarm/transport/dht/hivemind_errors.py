@@ -12,14 +12,10 @@ from swarm.errors import DhtError, ProtocolViolation, SwarmError
 
 @contextmanager
 def raise_dht_errors(action: str) -> Iterator[None]:
-    """Raise `DhtError` for whatever an access to the DHT raises, and `ProtocolViolation` if another node has answered
-    with something else than an answer. Errors of this project and cancellation pass.
+    """Raise `DhtError` for whatever an access to the DHT raises, `ProtocolViolation` for an answer that is none.
 
-    hivemind does not document what its DHT raises. While the network is down, or once the libp2p daemon is gone, errors
-    of the daemon's client, of asyncio and of the operating system have been seen.
-
-    Args:
-        action: what was tried, for the message, such as "reading the announcements".
+    hivemind does not document its errors: those of the daemon's client, of asyncio and of the operating system have
+    been seen. Errors of this project and cancellation pass. `action` says in the message what was tried.
     """
     try:
         yield

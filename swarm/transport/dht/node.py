@@ -58,13 +58,7 @@ MAX_REMEMBERED = 8192
 
 @dataclass(frozen=True, slots=True)
 class FoundRecord:
-    """A record that may be believed.
-
-    Attributes:
-        owner: peer id of its owner.
-        payload: what the owner says.
-        expires: Unix time.
-    """
+    """A record that may be believed: its owner's peer id, what the owner says, and when it expires (Unix time)."""
 
     owner: str
     payload: bytes
@@ -105,9 +99,7 @@ class DhtNode:
     async def join(self) -> None:
         """Answer other nodes unless this is a client, and get to know those near the initial peers.
 
-        Raises:
-            ClockDiffers: they answered, but clocks differ, or they cannot reach this node.
-            DhtError: no initial peer answered.
+        Raises `ClockDiffers` if they answered but clocks differ or they cannot reach this node, `DhtError` if none did.
         """
         if not self.protocol.is_client:
             await self.protocol.serve()
@@ -151,18 +143,10 @@ class DhtNode:
         await self.protocol.close()
 
     async def find(self, names: Collection[str], timeout_s: float = LOOKUP_TIMEOUT_S) -> dict[str, list[FoundRecord]]:
-        """The records under each key, at most one for an owner.
+        """The records under each key, at most one for an owner: those found within `timeout_s` and those found before.
 
-        They include records that were found before and have not expired: a look-up that is cut short, or that only
-        liars answer, adds less than it should, but removes nothing.
-
-        Args:
-            names: of keys.
-            timeout_s: after this time, what was found is returned.
-
-        Raises:
-            ClockDiffers: all that was found seems to be over, because this machine's clock is wrong.
-            DhtError: this peer knows other nodes, and none of them answered, whichever key they were asked for.
+        So a look-up that is cut short, or that only liars answer, removes nothing. Raises `ClockDiffers` if all records
+        seem to have expired because this machine's clock is wrong, `DhtError` if no known node answered.
         """
         keys = {key_bytes(name): name for name in names}
         doubtful = False
@@ -203,14 +187,10 @@ class DhtNode:
     async def store(
         self, records: Sequence[tuple[str, bytes, float]], timeout_s: float = LOOKUP_TIMEOUT_S
     ) -> list[bool]:
-        """Sign records and store them at the nodes nearest to their keys; whether each is kept anywhere.
+        """Sign records (key's name, payload, expiry) and store them at the nearest nodes; whether each is kept.
 
-        Args:
-            records: name of the key, payload, and when it expires (Unix time).
-
-        Raises:
-            ClockDiffers: no other node keeps any of them, because this machine's clock is wrong.
-            DhtError: this peer keeps no records itself, and no node that it knows answered.
+        Raises `ClockDiffers` if no other node keeps any because this machine's clock is wrong, `DhtError` if no known
+        node answered and this peer keeps no records itself.
         """
         signed = [sign(name, payload, expires, self._identity.private_key) for name, payload, expires in records]
         holders: list[list[PeerID]] = [[] for _ in signed]

@@ -11,7 +11,8 @@ import functools
 import logging
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -98,12 +99,7 @@ class DhtProtocol(ServicerBase):  # type: ignore[misc]
         observe_refusal: called for each record that is refused.
     """
 
-    def __init__(
-        self,
-        p2p: P2P,
-        rules: RecordRules,
-        is_client: bool,
-    ) -> None:
+    def __init__(self, p2p: P2P, rules: RecordRules, is_client: bool) -> None:
         super().__init__()
         self.table = RoutingTable(p2p.peer_id)
         self.store = RecordStore()
@@ -235,12 +231,7 @@ class DhtProtocol(ServicerBase):  # type: ignore[misc]
     async def call_ping(self, peer: PeerID, validate: bool = False, must_reach: bool = True) -> bool:
         """Whether the peer answers as a node of the DHT.
 
-        Args:
-            validate: also compare clocks, and ask it whether it can reach this node.
-            must_reach: whether that it cannot reach this node is an error.
-
-        Raises:
-            ClockDiffers: it answers, but clocks differ, or it cannot reach this node.
+        With `validate`, raises `ClockDiffers` if clocks differ or, where it `must_reach` this node, if it cannot.
         """
         asked_at = time.time()
         request = dht_pb2.PingRequest(peer=self.node_info, validate=validate)
@@ -303,22 +294,30 @@ class DhtProtocol(ServicerBase):  # type: ignore[misc]
 
     def _meet(self, node: dht_pb2.NodeInfo, peer: PeerID) -> None:
         """A peer sent a request. If it says that it is a node, it may be asked from now on."""
-        if self.is_client or node.node_id != node_id_of(peer):
-            return
-        oldest = self.table.add(peer)
-        if oldest is not None:
-            self._run(self.call_ping(oldest))
+        if not self.is_client:
+            self._add(node, peer)
 
     def _heard_from(self, peer: PeerID, node: dht_pb2.NodeInfo) -> None:
         """A peer answered this node."""
         self.table.answered(peer)
-        if node.node_id == node_id_of(peer):
-            oldest = self.table.add(peer)
-            if oldest is not None:
-                self._run(self.call_ping(oldest))
+        self._add(node, peer)
 
-    def _blaming(self, peer: PeerID) -> _Blame:
-        return _Blame(self.table, peer)
+    def _add(self, node: dht_pb2.NodeInfo, peer: PeerID) -> None:
+        oldest = self.table.add(peer) if node.node_id == node_id_of(peer) else None
+        if oldest is not None:
+            self._run(self.call_ping(oldest))
+
+    @contextmanager
+    def _blaming(self, peer: PeerID) -> Iterator[None]:
+        """An error is the peer's fault: it is not asked for a while, longer if it answered wrongly."""
+        try:
+            yield
+        except ProtocolViolation:
+            self.table.failed(peer, time.monotonic(), MAX_SILENT_S)
+            raise
+        except SwarmError:
+            self.table.failed(peer, time.monotonic())
+            raise
 
     async def _ping_back(self, peer: PeerID) -> bool:
         if peer in self._pinging_back or len(self._pinging_back) >= MAX_PINGS_BACK:
@@ -351,24 +350,6 @@ class _BoundedType:
             return self._request_type.FromString(data)
         except DecodeError as error:
             raise ProtocolViolation(f"not a request to the DHT: {error}") from None
-
-
-class _Blame:
-    """A context in which an error is a peer's fault: it is not asked for a while, longer if it answered wrongly."""
-
-    def __init__(self, table: RoutingTable, peer: PeerID) -> None:
-        self._table = table
-        self._peer = peer
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        now = time.monotonic()
-        if isinstance(error, ProtocolViolation):
-            self._table.failed(self._peer, now, MAX_SILENT_S)
-        elif isinstance(error, SwarmError):
-            self._table.failed(self._peer, now)
 
 
 def _require_same_clock(theirs: float, asked_at: float, answered_at: float) -> None:

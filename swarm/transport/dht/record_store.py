@@ -18,13 +18,9 @@ from swarm.transport.dht.records import MAX_RECORD_BYTES, Record, is_expired
 
 @dataclass(frozen=True)
 class StoreLimits:
-    """How much a node keeps.
+    """How many records a node keeps: of one owner, under one key, and in all.
 
-    Attributes:
-        owner_records: records of one owner. A server has its announcement, its model record, and for a while the
-            announcements of blocks that it has left.
-        key_records: under one key.
-        records: in all, of at most `MAX_RECORD_BYTES` and about one more kilobyte each.
+    A server has its announcement, its model record, and for a while the announcements of blocks that it has left.
     """
 
     owner_records: int = 8

@@ -82,10 +82,7 @@ class MemberGate:
     async def enter(self, stream: FrameStream) -> None:
         """Prove this peer's membership on a stream that it opened, and have the other peer prove its own.
 
-        Raises:
-            NotAMember: the other peer refused this one, or is not a member itself.
-            ProtocolViolation: it said something else.
-            PeerLost: it did not answer in time, or the stream broke.
+        Raises as `prove_as_dialer`, and `PeerLost` if the other peer does not answer in time.
         """
         with self._watch_for_news():
             try:
@@ -187,10 +184,8 @@ M = TypeVar("M", bound=HandshakeMessage)
 async def prove_as_dialer(stream: Stream, own_id: str, membership: Membership) -> Certificate:
     """The dialer's side. Returns the acceptor's certificate.
 
-    Raises:
-        NotAMember: the other peer refused this one, or did not prove that it is a member itself.
-        ProtocolViolation: it said something else.
-        PeerLost: the stream broke.
+    Raises `NotAMember` if the other peer refused this one or did not prove its own membership, `ProtocolViolation` if
+    it said something else, `PeerLost` if the stream broke.
     """
     challenge, _ = await _receive(stream, MemberChallenge)
     nonce = secrets.token_bytes(NONCE_BYTES)
@@ -209,13 +204,7 @@ async def prove_as_dialer(stream: Stream, own_id: str, membership: Membership) -
 
 
 async def admit_dialer(stream: Stream, own_id: str, membership: Membership) -> Certificate:
-    """The acceptor's side. Returns the dialer's certificate. A peer that is refused is told why.
-
-    Raises:
-        NotAMember: the dialer is not a member.
-        ProtocolViolation: it said something else.
-        PeerLost: the stream broke.
-    """
+    """The acceptor's side. Returns the dialer's certificate; a dialer that is refused is told why. Raises as above."""
     challenge = secrets.token_bytes(NONCE_BYTES)
     await stream.send(MemberChallenge(challenge))
     try:

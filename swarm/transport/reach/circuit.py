@@ -99,15 +99,9 @@ class Place:
 
 
 def place_granted(answer: bytes, now: float) -> Place:
-    """The place that a relay's answer grants.
+    """The place that a relay's answer, without its length, grants at the Unix time `now`.
 
-    Args:
-        answer: without its length.
-        now: Unix time.
-
-    Raises:
-        RelayRefused: it grants none.
-        ProtocolViolation: this is no answer.
+    Raises `RelayRefused` if it grants none, `ProtocolViolation` if this is no answer.
     """
     try:
         message = HopMessage.FromString(answer)

@@ -62,10 +62,7 @@ class DialBack:
         self._all = TokenBuckets[None](BURST, REFILL_PER_S, 1)
 
     async def serve(self, stream: FrameStream, address: str) -> None:
-        """Answer one request, or take one notice.
-
-        Args:
-            address: the multiaddress from which the stream comes.
+        """Answer one request, or take one notice, from a stream that comes from the multiaddress `address`.
 
         Raises `PeerLost` or `ProtocolViolation`; also `RequestRefused` for too many notices, which get no answer.
         """

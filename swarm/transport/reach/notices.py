@@ -79,10 +79,6 @@ class Notices:
     async def receive(self, message: Notice, sender: str, address: str) -> None:
         """Pass a notice about another peer on, act on one about this peer, or forget connections to the sender.
 
-        Args:
-            sender: id of the peer that sent it.
-            address: the multiaddress from which it comes.
-
         Raises `RequestRefused` if there are too many, or if a notice to pass on comes through a relay.
         """
         match message:

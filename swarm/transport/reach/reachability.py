@@ -73,6 +73,7 @@ class Reachability:
 
     Attributes:
         reach: how others reach this peer.
+        direct_addresses: its own that others can dial, as they have said or as they were given by hand.
         places: its places at relays.
         notices: what peers tell each other about those that cannot be dialed.
         relay_source: which peers relay, besides the initial peers.
@@ -102,7 +103,7 @@ class Reachability:
         self._known_peers = known_peers
         self._serve_dht = serve_dht
         self._book = book
-        self._direct: tuple[str, ...] = ()
+        self.direct_addresses: tuple[str, ...] = ()
         self._own: tuple[str, ...] = ()
         self._told: tuple[Reach, Whereabouts, bool] | None = None
         self._unanswered = 0
@@ -126,18 +127,13 @@ class Reachability:
     def _needs_relays(self) -> bool:
         """Whether some others, such as those without IPv6, can reach this peer through relays only."""
         return self.reach is Reach.HIDDEN or (
-            bool(self._direct) and all(address.startswith("/ip6/") for address in self._direct)
+            bool(self.direct_addresses) and all(address.startswith("/ip6/") for address in self.direct_addresses)
         )
 
     @property
     def may_relay(self) -> bool:
         """Whether others, who have been asked, can dial this peer, so that it can relay for those whom they cannot."""
-        return self.reach is Reach.DIRECT and bool(self._direct)
-
-    @property
-    def direct_addresses(self) -> tuple[str, ...]:
-        """Addresses of this peer's own that others can dial, as they have said or as they were given by hand."""
-        return self._direct
+        return self.reach is Reach.DIRECT and bool(self.direct_addresses)
 
     @property
     def whereabouts(self) -> Whereabouts:
@@ -146,14 +142,14 @@ class Reachability:
             return Whereabouts()
         lan = tuple(address for address in self._own if addresses.is_lan(address))
         relayed = tuple(relay.circuit() for relay in self.places.relays) if self._needs_relays else ()
-        direct = tuple(filter(addresses.is_direct, self._direct))  # libp2p itself resolves names
+        direct = tuple(filter(addresses.is_direct, self.direct_addresses))  # libp2p itself resolves names
         return Whereabouts((*direct, *relayed), lan, self._book.outer_host)
 
     def describe(self) -> str:
         """How others reach this peer, as the end of a sentence."""
         if self._options.is_local:
             return "reached from this machine only, because it listens on a loopback address"
-        if self.reach is Reach.UNKNOWN or (self.reach is Reach.DIRECT and not self._direct):
+        if self.reach is Reach.UNKNOWN or (self.reach is Reach.DIRECT and not self.direct_addresses):
             return "believed to be reachable: no other peer has said yet whether it can reach this one"
         relays = ", ".join(f"…{relay.peer_id[-6:]}" for relay in self.places.relays)
         if self.reach is Reach.DIRECT:
@@ -161,7 +157,7 @@ class Reachability:
             also = (
                 f", and through relays ({relays}) from where there is no IPv6" if self._needs_relays and relays else ""
             )
-            return f"reached directly{through}, at {', '.join(self._direct)}{also}"
+            return f"reached directly{through}, at {', '.join(self.direct_addresses)}{also}"
         if relays:
             return f"reached through relays ({relays}), because a router or firewall lets nothing new in"
         if self.places.is_regaining:
@@ -257,9 +253,9 @@ class Reachability:
             self._book.outer_host = verdict.outer_host
         if verdict.reach is not Reach.UNKNOWN:
             self.reach = verdict.reach
-            self._direct = verdict.addresses
+            self.direct_addresses = verdict.addresses
             if self._options.announced and not self._is_denied(verdict):
-                self.reach, self._direct = Reach.DIRECT, tuple(self._options.announced)
+                self.reach, self.direct_addresses = Reach.DIRECT, tuple(self._options.announced)
         elif self.reach is Reach.UNKNOWN:
             self._unanswered += 1
             if self._others() and self._unanswered < UNANSWERED_TRIES:
@@ -333,9 +329,9 @@ class Reachability:
 
     def _is_mapped(self) -> bool:
         """Whether a router forwards what is dialed, as it was set up by hand, or asked by the daemon."""
-        if not set(self._direct) & {*self._own, *self._options.announced}:
+        if not set(self.direct_addresses) & {*self._own, *self._options.announced}:
             return True
-        outside = {_port(one) for one in self._direct if one.startswith("/ip4/")}
+        outside = {_port(one) for one in self.direct_addresses if one.startswith("/ip4/")}
         behind = {_port(one) for one in self._own if one.startswith("/ip4/") and addresses.is_lan(one)}
         return bool(outside and behind) and not outside & behind
 

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 
 import msgspec
 import pytest
@@ -57,10 +56,7 @@ def test_requests_to_store_that_are_no_requests():
 def test_a_subkey_that_is_none():
     for subkey in [
         b"",
-        b"\xc0",
         b"\xa1a",
-        b"\x90",
-        b"\xc4\x05ab",
         MSGPackSerializer.dumps((1, 2)),
     ]:
         request = messages.store_request([signed(), signed()], NODE)
@@ -109,44 +105,20 @@ def test_a_full_node_answers_within_what_the_transport_carries():
 def test_answers_that_are_no_dictionaries():
     for value in [
         b"",
-        b"\xc1",
-        b"\x90",
         dictionary(maxsize="x"),
-        dictionary(maxsize=[1]),
-        dictionary(maxsize=True),
         dictionary(latest="x"),
-        dictionary(latest=None),
         dictionary(items="x"),
-        dictionary(items={}),
         dictionary(items=[[b"a", b"b"]]),
-        dictionary(items=[["a", b"b", 1.0]]),
         dictionary(items=[[b"a", "b", 1.0]]),
-        dictionary(items=[[b"a", b"b", "x"]]),
         dictionary(items=[[b"a", b"b", 1.0, 1]]),
-        dictionary(items=[[b"a", [], 1.0]]),
         dictionary(items=[[b"a", b"b", 1.0]] * (messages.MAX_RECORDS_ANSWERED + 1)),
         dictionary(code=0x40),
         msgspec.msgpack.encode(msgspec.msgpack.Ext(0x50, b"\x91" * 5000)),
-        msgspec.msgpack.encode([None, 1.0, []]),
         dictionary()[:-1],
         dictionary() + b"\x00",
     ]:
         with pytest.raises(ProtocolViolation, match="an answer of the DHT"):
             found(value)
-
-
-def test_the_maximum_size_of_an_answer_says_nothing():
-    for maxsize in [
-        None,
-        math.inf,
-        0,
-        5,
-        -1,
-        math.nan,
-        10**15,
-    ]:
-        items = [[b"a", b"b", 1.0], [b"c", b"d", 2.0]]
-        assert len(found(dictionary(maxsize=maxsize, items=items))) == 2
 
 
 def test_a_plain_value_is_no_answer():

@@ -51,6 +51,9 @@ def test_a_record_says_what_its_owner_said():
     assert RECORD.key == key_bytes("key")
     assert len(RECORD.key) == KEY_BYTES
     assert owner_of(RECORD.subkey) == owner_name(0)
+    assert isinstance(check(signed(payload=bytes(MAX_PAYLOAD_BYTES))), Accepted)
+    assert check(signed(payload=bytes(MAX_PAYLOAD_BYTES + 1))) is RecordProblem.MALFORMED
+    assert check(signed(payload=b"bad")) is RecordProblem.MALFORMED  # which the rules of the swarm refuse
 
 
 def test_a_changed_record():
@@ -60,26 +63,14 @@ def test_a_changed_record():
         ({"expires": NOW + 61}, RecordProblem.SIGNATURE),
         ({"expires": NOW - 1}, RecordProblem.LIFETIME),
         ({"expires": NOW + MAX_LIFETIME_S + 1}, RecordProblem.LIFETIME),
-        ({"expires": math.inf}, RecordProblem.LIFETIME),
         ({"expires": math.nan}, RecordProblem.LIFETIME),
         ({"subkey": subkey_of(private_key(1))}, RecordProblem.SIGNATURE),
         ({"value": RECORD.value + b" "}, RecordProblem.MALFORMED),
-        ({"value": signed(payload=b"other").value}, None),
-        ({"value": b""}, RecordProblem.MALFORMED),
         ({"value": bytes(MAX_RECORD_BYTES)}, RecordProblem.MALFORMED),
         ({"value": b"[signature:" * 500}, RecordProblem.MALFORMED),
     ]:
         verdict = check(dataclasses.replace(RECORD, **changes))
         assert verdict == refusal if refusal is not None else isinstance(verdict, Accepted)
-
-
-def test_what_breaks_the_rules_of_the_swarm():
-    assert check(signed(payload=b"bad")) is RecordProblem.MALFORMED
-
-
-def test_the_largest_payload():
-    assert isinstance(check(signed(payload=bytes(MAX_PAYLOAD_BYTES))), Accepted)
-    assert check(signed(payload=bytes(MAX_PAYLOAD_BYTES + 1))) is RecordProblem.MALFORMED
 
 
 def test_a_signature_is_written_in_one_way():
@@ -93,23 +84,13 @@ def test_a_signature_is_written_in_one_way():
 def spellings() -> list[bytes]:
     """Other subkeys with the same public key."""
     key = SUBKEY[len(b"[owner:") : -1]
-    kind, encoded = key.split(b" ")
     return [
         b"[owner:" + key + b" a comment]",
-        b"[owner:" + key + b" ]",
-        b"[owner: " + key + b"]",
-        b"[owner:" + kind + b"  " + encoded + b"]",
-        b"[owner:" + kind + b" " + encoded + b"=]",
         b"[owner:" + key + b"\n]",
-        b"x" + SUBKEY,
         SUBKEY + b" ",
-        SUBKEY[:-1],
         SUBKEY + subkey_of(private_key(1)),
         SUBKEY[:-2] + b"]",
-        b"",
         b"[owner:]",
-        b"[owner:ssh-rsa ]",
-        b"[owner:ssh-rsa AAAA]",
         b"[owner:ssh-ed25519 AAAA]",
         b"[owner:" + bytes(5000) + b"]",
     ]
@@ -128,12 +109,6 @@ def test_a_key_that_is_too_weak_or_too_slow(bits, exponent, monkeypatch):
     modulus = (1 << (bits - 1)) | (numbers.n >> max(0, 2048 - bits + 1)) | 1
     public = RSAPublicKey(rsa.RSAPublicNumbers(exponent, modulus).public_key())
     assert owner_of(b"[owner:" + public.to_bytes() + b"]") is None
-
-
-@given(st.binary(max_size=80))
-@settings(deadline=None)
-def test_garbage_belongs_to_nobody(garbage):
-    assert owner_of(b"[owner:ssh-rsa " + garbage + b"]") is None
 
 
 @given(st.binary(max_size=24), st.binary(max_size=60), st.binary(max_size=60), st.floats())
@@ -187,7 +162,3 @@ def test_what_was_verified_is_forgotten_in_time(monkeypatch):
     assert MAX_VERIFIED > 1000
     checker.check(signed(payload=b"bad"))
     assert len(checker._verified) == 3  # what is refused is not remembered
-
-
-def test_keys_are_made_from_names():
-    assert len({key_bytes(name) for name in ("a", "b", "a/1", "")}) == 4

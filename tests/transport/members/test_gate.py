@@ -279,15 +279,6 @@ async def meet(dialer: Membership, acceptor: Membership, seen_as: str = "dialer"
     )
 
 
-def test_two_members_know_each_other():
-    assert run(meet(member("anna"), member("berta"))) == ("berta", "anna")
-
-
-def test_one_invite_serves_several_peers():
-    invite = AUTHORITY.invite("anna")
-    assert run(meet(Membership(invite), Membership(invite))) == ("anna", "anna")
-
-
 @pytest.mark.parametrize(
     ("dialer", "told", "seen"),
     [
@@ -322,7 +313,7 @@ def test_both_have_the_newest_revocations_afterwards(dialer, acceptor):
     assert left.revocations.number == right.revocations.number == max(dialer, acceptor)
 
 
-def test_whoever_has_not_heard_of_a_revocation_hears_of_it():
+def test_a_revocation_is_passed_on_in_the_handshake():
     authority = TestAuthority()
     anna, berta = member("anna", authority), member("berta", authority)
     newest = authority.revoke(anna.invite)
@@ -418,26 +409,21 @@ def test_a_stranger_in_the_middle_gets_through_to_nobody():
     assert run(scenario()) == [MembershipNotProven, MembershipNotProven]
 
 
-@pytest.mark.parametrize(
-    "message",
-    [
-        messages.MemberChallenge(b"n" * 32),
-        messages.NewerRevocations(),
-        messages.MemberProof(b"c", b"n" * 32, b"s" * 64, 0),
-        messages.MemberProof(member().certificate, b"n" * 32, b"s" * 64, 2**31 - 1),
-        messages.Refusal("cache_full", "x"),
-        messages.StepReply,
-    ],
-    ids=lambda message: getattr(message, "__name__", type(message).__name__),
-)
-def test_whatever_a_dialer_says_instead_is_a_typed_error(message):
+def test_whatever_a_dialer_says_instead_is_a_typed_error():
     async def scenario():
-        ours, theirs = stream_pair("stranger", "acceptor")
-        task = asyncio.ensure_future(admit_dialer(theirs, "acceptor", member()))
-        await ours.receive()
-        await ours.send(messages.CloseSession() if isinstance(message, type) else message)
-        with pytest.raises((NotAMember, ProtocolViolation)):
-            await task
+        for message in (
+            messages.MemberChallenge(b"n" * 32),
+            messages.MemberProof(b"c", b"n" * 32, b"s" * 64, 0),
+            messages.MemberProof(member().certificate, b"n" * 32, b"s" * 64, 2**31 - 1),
+            messages.Refusal("cache_full", "x"),
+            messages.CloseSession(),
+        ):
+            ours, theirs = stream_pair("stranger", "acceptor")
+            task = asyncio.ensure_future(admit_dialer(theirs, "acceptor", member()))
+            await ours.receive()
+            await ours.send(message)
+            with pytest.raises((NotAMember, ProtocolViolation)):
+                await task
 
     run(scenario())
 
@@ -453,16 +439,6 @@ def test_a_list_that_was_promised_must_be_a_list():
             prove_as_dialer(ours, "dialer", anna), admit_dialer(theirs, "acceptor", berta), return_exceptions=True
         )
         assert isinstance(refused, ProtocolViolation)
-
-    run(scenario())
-
-
-def test_a_stream_that_ends_is_a_peer_lost():
-    async def scenario():
-        ours, theirs = stream_pair("dialer", "acceptor")
-        ours.close()
-        with pytest.raises(PeerLost):
-            await admit_dialer(theirs, "acceptor", member())
 
     run(scenario())
 
@@ -483,8 +459,7 @@ class Node:
             stream.close()
 
 
-@pytest.mark.parametrize("swarm", ["ring", "star"])
-def test_a_revocation_reaches_everybody_whoever_was_told(swarm, monkeypatch):
+def test_a_revocation_reaches_everybody_whoever_was_told(monkeypatch):
     """Each knows a few others only, and nobody waits for a period."""
     monkeypatch.setattr(module, "GREETING_PERIOD_S", 3600.0)
     authority, count = TestAuthority(), 12
@@ -493,9 +468,7 @@ def test_a_revocation_reaches_everybody_whoever_was_told(swarm, monkeypatch):
         hub = MemoryHub()
         nodes = []
         for number in range(count):
-            neighbors = (
-                [(number + 1) % count, (number + 2) % count] if swarm == "ring" else [0] if number else range(1, count)
-            )
+            neighbors = [(number + 1) % count, (number + 2) % count]
             membership = Membership(authority.invite(f"m{number}"))
             nodes.append(Node(hub, f"p{number}", membership, [f"p{one}" for one in neighbors]))
         for node in nodes:
@@ -513,7 +486,7 @@ def test_a_revocation_reaches_everybody_whoever_was_told(swarm, monkeypatch):
     asyncio.run(asyncio.wait_for(scenario(), PATIENCE_S))
 
 
-def test_who_was_missed_hears_of_it_in_the_next_period(monkeypatch):
+def test_a_peer_that_was_missed_learns_it_in_the_next_period(monkeypatch):
     monkeypatch.setattr(module, "GREETING_PERIOD_S", 0.05)
     authority = TestAuthority()
 
@@ -562,7 +535,7 @@ def test_a_peer_that_was_revoked_says_so_once(monkeypatch, caplog):
     assert "membership of anna was revoked" in said[0]
 
 
-def test_troubles_of_one_greeting_are_not_those_of_another():
+def test_one_greeting_that_fails_does_not_stop_the_others():
     async def greet(peer_id):
         if peer_id == "gone":
             raise PeerLost("gone")

@@ -32,13 +32,6 @@ def test_who_does_not_know_its_own_network_is_in_none():
     assert book.addresses_of("server") == EVERYWHERE
 
 
-def test_the_last_announcement_counts():
-    book = AddressBook()
-    book.learn("server", WHEREABOUTS)
-    book.learn("server", Whereabouts(("/ip4/8.8.8.8/tcp/2",)))
-    assert book.addresses_of("server") == ("/ip4/8.8.8.8/tcp/2",)
-
-
 def test_in_a_flood_of_peers_those_are_kept_that_were_learned_of_last(monkeypatch):
     monkeypatch.setattr(address_book, "MAX_PEERS", 3)
     book = AddressBook()

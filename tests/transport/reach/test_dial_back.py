@@ -24,7 +24,6 @@ from swarm.transport.reach.dial_back import (
     REQUEST_TIMEOUT_S,
     DialBack,
     ask,
-    host_of,
 )
 from swarm.transport.reach.reach_estimate import DialReport
 from tests import virtual_time
@@ -120,16 +119,6 @@ def test_nobody_but_who_asks_is_dialed_and_nowhere_but_where_the_request_comes_f
     run(scenario())
 
 
-def test_all_ports_are_dialed_at_the_same_time():
-    async def scenario():
-        exchange = Exchange(Dials(1, 2, 3, 4, seconds=4.0))
-        before = asyncio.get_running_loop().time()
-        assert await exchange.request([1, 2, 3, 4]) == DialReport(HOST, frozenset({1, 2, 3, 4}))
-        assert asyncio.get_running_loop().time() - before == 4.0
-
-    run(scenario())
-
-
 def test_a_peer_that_could_not_be_dialed_because_others_were_is_refused_and_not_called_unreachable():
     class Busy(Dials):
         async def dial(self, peer_id: str, address: str) -> None:
@@ -140,15 +129,6 @@ def test_a_peer_that_could_not_be_dialed_because_others_were_is_refused_and_not_
     async def scenario():
         with pytest.raises(RequestRefused, match="busy dialing others back; ask another peer"):
             await Exchange(Busy(22)).request([22, 31337])
-
-    run(scenario())
-
-
-def test_a_port_that_is_named_four_times_is_dialed_once():
-    async def scenario():
-        exchange = Exchange(Dials(31337))
-        assert await exchange.request([31337] * 4) == DialReport(HOST, frozenset({31337}))
-        assert exchange.dials.dialed == [("home", f"/ip4/{HOST}/tcp/31337")]
 
     run(scenario())
 
@@ -183,33 +163,14 @@ def test_who_comes_through_a_relay_is_refused():
     run(scenario())
 
 
-def test_from_where_a_peer_comes():
-    for address, host in [
-        (FROM, HOST),
-        (f"{FROM}/p2p/{RELAY}", HOST),
-        ("/ip4/192.168.0.7/udp/1/quic", "192.168.0.7"),
-        ("/ip6/2a02:8071:b783::1/tcp/1", "2a02:8071:b783::1"),
-    ]:
-        assert host_of(address) == host
-
-
 def test_what_is_no_request_to_dial_back():
     async def scenario():
         for header in [
             msgspec.msgpack.encode(["DialBackRequest", [1] * (MAX_PORTS + 1)]),
-            msgspec.msgpack.encode(["DialBackRequest", [1] * 10_000]),
             msgspec.msgpack.encode(["DialBackRequest", [0]]),
-            msgspec.msgpack.encode(["DialBackRequest", [65536]]),
-            msgspec.msgpack.encode(["DialBackRequest", [-1]]),
-            msgspec.msgpack.encode(["DialBackRequest", [True]]),
-            msgspec.msgpack.encode(["DialBackRequest", ["22"]]),
-            msgspec.msgpack.encode(["DialBackRequest", [22.5]]),
-            msgspec.msgpack.encode(["DialBackRequest", None]),
             msgspec.msgpack.encode(["DialBackRequest", [22], "8.8.8.8"]),
             messages.encode(DialBackReply(HOST, [22])),
-            messages.encode(messages.Refusal("busy", "go away")),
             messages.encode(messages.InfoRequest()),
-            b"",
             b"\xc1\xff\x00",
         ]:
             exchange = Exchange(Dials())
@@ -236,11 +197,9 @@ def test_what_is_no_frame_of_a_request():
     run(scenario())
 
 
-@pytest.mark.parametrize(
-    "notice", [messages.UnreachableNotice("somebody"), messages.LookAgain(), messages.ForgetConnections()], ids=repr
-)
-def test_a_notice_is_handed_on_and_nobody_is_dialed(notice):
+def test_a_notice_is_handed_on_and_nobody_is_dialed():
     async def scenario():
+        notice = messages.UnreachableNotice("somebody")
         taken: list[object] = []
 
         async def take(message: object, sender: str, address: str) -> None:
@@ -266,11 +225,10 @@ def test_garbage_has_nobody_dialed(data):
     asyncio.run(scenario())
 
 
-@pytest.mark.parametrize("frame", [None, encode_prefix(10, 0) + b"\x92"], ids=["nothing", "half a frame"])
-def test_who_opens_a_stream_and_is_silent_is_not_waited_for(frame):
+def test_who_opens_a_stream_and_is_silent_is_not_waited_for():
     async def scenario():
         with pytest.raises(PeerLost):
-            await Exchange(Dials()).serve(frame, ends=False)
+            await Exchange(Dials()).serve(encode_prefix(10, 0) + b"\x92", ends=False)
         assert asyncio.get_running_loop().time() == REQUEST_TIMEOUT_S
 
     run(scenario())
@@ -290,17 +248,6 @@ def test_a_flood_from_one_network_is_refused_and_others_are_still_answered():
         assert await exchange.is_refused([1, 2], FROM)
         assert not await exchange.is_refused([1], FROM)
         assert await exchange.is_refused([1], FROM)
-
-    run(scenario())
-
-
-def test_addresses_of_one_site_are_one_network_in_ipv6_too():
-    async def scenario():
-        exchange = Exchange(Dials())
-        for number in range(int(BURST_OF_NETWORK)):
-            assert not await exchange.is_refused([1], f"/ip6/2a02:8071:b783:{number:x}::1/tcp/50123")
-        assert await exchange.is_refused([1], "/ip6/2a02:8071:b783:ffff::2/tcp/50123")
-        assert not await exchange.is_refused([1], "/ip6/2a02:8071:b784::1/tcp/50123")
 
     run(scenario())
 
@@ -336,6 +283,7 @@ def test_ports_are_charged_however_often_they_are_named():
     async def scenario():
         exchange = Exchange(Dials())
         assert not await exchange.is_refused([1, 1, 1, 1])
+        assert exchange.dials.dialed == [("home", f"/ip4/{HOST}/tcp/1")]
         assert not await exchange.is_refused([1, 1, 1, 1])
         assert await exchange.is_refused([1])
 
@@ -384,38 +332,18 @@ def test_what_a_peer_that_dials_back_cannot_say():
             reply("swarm.example", [80]),
             reply("", [80]),
             reply("81.2.69.142/tcp/22", [80]),
-            reply("81.2.69.142 ", [80]),
-            reply("81.2.69", [80]),
-            reply("081.002.069.142", [80]),
-            reply("1" * 46, [80]),
-            reply(1359103374, [80]),
-            reply(None, [80]),
+            reply("fe80::1%\x1b[2J", [80]),
+            reply("2a02::1%/p2p-circuit", [80]),
             reply(HOST, [80] * 5),
             reply(HOST, [0]),
-            reply(HOST, [65536]),
             reply(HOST),
             framed(messages.encode(DialBackRequest([80]))),
-            framed(messages.encode(messages.ProbeReply())),
             framed(messages.encode(DialBackReply(HOST, [80])), payload=1),
             framed(b"\xc1"),
             encode_prefix(0, 2**40),
         ]:
             with pytest.raises(ProtocolViolation):
                 await asked([80], answer)
-
-    run(scenario())
-
-
-def test_an_address_that_means_something_on_one_machine_only_is_no_address():
-    async def scenario():
-        for host in [
-            "fe80::1%eth0",
-            "fe80::1%\x1b[2J",
-            "2a02::1%/p2p-circuit",
-            "2a02::1%\n",
-        ]:
-            with pytest.raises(ProtocolViolation):
-                await asked([80], reply(host, [80]))
 
     run(scenario())
 
@@ -433,20 +361,10 @@ def test_a_refusal_is_passed_on_as_one_harmless_line():
     run(scenario())
 
 
-@pytest.mark.parametrize("frames", [(), (reply(HOST, [80])[:-1],)], ids=["at once", "in the middle"])
-def test_a_peer_that_closes_the_stream_instead_of_answering_is_lost(frames):
-    async def scenario():
-        with pytest.raises(PeerLost):
-            await asked([80], *frames)
-
-    run(scenario())
-
-
-@pytest.mark.parametrize("frames", [(), (reply(HOST, [80])[:-1],)], ids=["nothing", "half an answer"])
-def test_a_peer_that_does_not_answer_is_not_waited_for(frames):
+def test_a_peer_that_does_not_answer_is_not_waited_for():
     async def scenario():
         with pytest.raises(PeerLost, match="did not dial back within 8 s"):
-            await asked([80], *frames, ends=False)
+            await asked([80], reply(HOST, [80])[:-1], ends=False)
         assert asyncio.get_running_loop().time() == ASK_TIMEOUT_S
 
     run(scenario())

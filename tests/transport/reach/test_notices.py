@@ -104,22 +104,15 @@ def test_of_many_peers_that_are_gone_only_a_few_are_told():
     run(scenario, FIRST)
 
 
-def test_an_initial_peer_that_is_gone_keeps_no_other_from_being_told():
+def test_a_notice_is_passed_on_over_a_connection_that_is_there():
     async def scenario(world):
-        world.lost = {FIRST}
-        world.notices.tell(HOME)
-        assert [target for target, _ in await world.told()] == [SECOND]
-
-    run(scenario, FIRST, SECOND)
-
-
-@pytest.mark.parametrize("is_connected", [True, False])
-def test_a_notice_is_passed_on_over_a_connection_that_is_there(is_connected):
-    async def scenario(world):
-        world.connected = {HOME} if is_connected else {SECOND}
+        world.connected = {SECOND}
+        await world.notices.receive(messages.UnreachableNotice(FIRST), SECOND, FROM)
+        assert await world.told() == []
+        world.connected = {HOME}
         for _ in range(3):
             await world.notices.receive(messages.UnreachableNotice(HOME), SECOND, FROM)
-        assert await world.told() == ([(HOME, messages.LookAgain())] if is_connected else [])
+        assert await world.told() == [(HOME, messages.LookAgain())]
         assert world.looks == 0
 
     run(scenario, FIRST)

@@ -37,16 +37,6 @@ def test_without_reports_nothing_is_known():
     assert judge([], [31337]) == ReachEstimate(Reach.UNKNOWN, (), "")
 
 
-def test_a_peer_whose_port_answers_is_reached_where_others_see_it():
-    assert judge([said(HOME, 31337)], [31337]) == ReachEstimate(Reach.DIRECT, (f"/ip4/{HOME}/tcp/31337",), HOME)
-    assert judge([said(SIX, 31337)], [31337], {SIX}) == ReachEstimate(Reach.DIRECT, (f"/ip6/{SIX}/tcp/31337",), SIX)
-
-
-def test_a_peer_of_which_no_port_answers_is_hidden_but_knows_from_where_it_is_seen():
-    assert judge([said(HOME), said(HOME)], [31337, 80]) == ReachEstimate(Reach.HIDDEN, (), HOME)
-    assert judge([said(HOME)], []) == ReachEstimate(Reach.HIDDEN, (), HOME)
-
-
 def test_a_port_counts_as_open_if_half_of_those_who_tried_say_so():
     for yes, no, expected in [
         (1, 0, True),
@@ -60,34 +50,6 @@ def test_a_port_counts_as_open_if_half_of_those_who_tried_say_so():
         reports = [said(HOME, 31337)] * yes + [said(HOME)] * no
         assert bool(judge(reports, [31337]).addresses) is expected
         assert judge(reports, [31337]) == judge(reports[::-1], [31337])
-
-
-def test_each_port_is_judged_by_itself_and_the_order_of_the_ports_is_kept():
-    reports = [said(HOME, 80, 1), said(HOME, 80), said(HOME, 80, 31337, 1)]
-    expected = (f"/ip4/{HOME}/tcp/80", f"/ip4/{HOME}/tcp/1")
-    assert judge(reports, [80, 31337, 1]).addresses == expected
-    assert judge(reports, [1, 31337, 80]).addresses == expected[::-1]
-
-
-def test_what_peers_in_the_same_network_say_does_not_count_where_strangers_speak():
-    assert judge([said(LAN, 31337), said(LAN, 31337), said(HOME)], [31337]) == ReachEstimate(Reach.HIDDEN, (), HOME)
-    assert judge([said(LAN), said(LAN), said(HOME, 31337)], [31337]).reach is Reach.DIRECT
-
-
-def test_among_peers_of_one_local_network_only_they_count():
-    assert judge([said(LAN, 31337), said(LAN, 31337)], [31337]) == ReachEstimate(
-        Reach.DIRECT, (f"/ip4/{LAN}/tcp/31337",), LAN
-    )
-
-
-def test_only_those_who_see_the_most_common_address_are_asked_about_its_ports():
-    reports = [said(OTHER, 31337), said(HOME), said(HOME)]
-    assert judge(reports, [31337]) == ReachEstimate(Reach.HIDDEN, (), HOME)
-
-
-def test_a_port_that_was_not_tried_is_never_announced():
-    assert judge([said(HOME, 22, 31337)], [31337]).addresses == (f"/ip4/{HOME}/tcp/31337",)
-    assert judge([said(HOME, 22)], [31337]).reach is Reach.HIDDEN
 
 
 @given(reports_of_anybody, some_ports, st.sets(hosts, max_size=3))

@@ -60,11 +60,6 @@ def test_a_relay_that_goes_leaves_the_order_of_the_others_as_it_was(own_id, numb
     assert without == [relay for relay in ordered if relay != gone]
 
 
-@given(st.text(max_size=5), sets_of_relays)
-def test_who_holds_all_places_asks_nobody(own_id, known):
-    assert order_to_ask(own_id, known, known) == []
-
-
 def test_a_place_in_the_same_network_is_only_for_want_of_others():
     one, neighbor, stranger = (
         Relay("one", "/ip4/8.1.0.1/tcp/1"),

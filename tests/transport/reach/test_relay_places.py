@@ -7,10 +7,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import pytest
-from hivemind.p2p import P2PDaemonError, PeerID
 
-from swarm.errors import PeerLost
-from swarm.transport import daemon_streams
 from swarm.transport.reach import relay_places as module
 from swarm.transport.reach.circuit import LIBP2P_LIMITS
 from swarm.transport.reach.relay_choice import PLACES, Relay
@@ -22,18 +19,15 @@ from swarm.transport.reach.relay_places import (
     HURRY_S,
     MAX_LOSSES,
     MIN_PLACES,
-    PING_BYTES,
-    PING_PROTOCOL_ID,
     PROVE_PERIOD_S,
     RELAY_TIMEOUT_S,
     RENEW_SHARE,
     RETRY_S,
     STEADY_S,
-    Heartbeat,
     RelayPlaces,
 )
 from tests import virtual_time
-from tests.transport.reach.fakes import FakeNetwork, FakeRelay, Writer, grant, peer_id, with_length
+from tests.transport.reach.fakes import FakeNetwork, FakeRelay, grant, with_length
 
 NOTICED_S = BEAT_PERIOD_S + CHECK_PERIOD_S + BEAT_TIMEOUT_S + RELAY_TIMEOUT_S + 0.1
 """After this time at the latest a relay that says nothing any more is given up."""
@@ -116,6 +110,13 @@ def break_up(relay: FakeRelay) -> None:
     relay.go_down()
 
 
+def break_connection(relay: FakeRelay) -> None:
+    for reader in relay.pinged:
+        reader.set_exception(ConnectionResetError())
+    relay.pinged.clear()
+    relay.is_up = False
+
+
 def break_silent(relay: FakeRelay) -> None:
     relay.is_silent = True
 
@@ -140,12 +141,7 @@ BROKEN = [
     pytest.param(break_silent, id="silent"),
     pytest.param(break_carrying, id="grants, but does not carry"),
     pytest.param(break_status, id="full"),
-    pytest.param(answer_raw(b""), id="closes"),
-    pytest.param(answer_raw(b"\x00"), id="empty answer"),
-    pytest.param(answer_raw(with_length(grant(10**10))[:-1]), id="cut"),
-    pytest.param(answer_raw(b"\xff" * 20), id="endless length"),
     pytest.param(answer_raw(with_length(b"\xff" * 20)), id="garbage"),
-    pytest.param(answer_raw(with_length(b"\x08\x00\x28\x64")), id="another type"),
     pytest.param(answer_raw(with_length(grant(10**10, LIBP2P_LIMITS))), id="ends connections too soon"),
 ]
 
@@ -161,7 +157,7 @@ def test_a_relay_that_gives_no_place_that_works_is_replaced_by_the_next(monkeypa
         assert home.held == {relay.id for relay in relays[3:]}
         assert home.open_streams == PLACES
         assert home.places.failure
-        assert now() <= 3 * RELAY_TIMEOUT_S
+        assert now() <= 2 * RELAY_TIMEOUT_S, "they are asked one after the other"
 
     run(scenario)
 
@@ -230,7 +226,7 @@ def test_bootstrap_peers_are_left_when_servers_have_places_again(monkeypatch):
     run(scenario)
 
 
-@pytest.mark.parametrize("breaks", [pytest.param(break_up, id="down"), pytest.param(break_silent, id="silent")])
+@pytest.mark.parametrize("breaks", [break_up, break_silent, break_connection])
 def test_a_relay_that_is_lost_is_noticed_within_seconds_and_replaced(monkeypatch, breaks):
     async def scenario():
         relays = list(map(server, range(4)))
@@ -267,7 +263,7 @@ def test_a_relay_that_grants_places_but_carries_nothing_any_more_is_found_out(mo
     run(scenario)
 
 
-def test_who_is_told_that_somebody_could_not_be_carried_tries_its_places_out_at_once(monkeypatch):
+def test_a_doubt_has_all_places_tried_out_at_once(monkeypatch):
     async def scenario():
         relays = list(map(server, range(4)))
         home = Home(monkeypatch, *relays)
@@ -453,42 +449,19 @@ def test_what_failed_is_forgotten_with_the_relay(monkeypatch):
     run(scenario)
 
 
-@pytest.mark.parametrize("breaks", [break_up, break_silent])
-def test_if_all_relays_fail_at_first_they_are_asked_once_more_before_anything_is_said(monkeypatch, breaks):
+def test_if_all_relays_fail_at_first_they_are_asked_once_more(monkeypatch):
     async def scenario():
         relays = list(map(server, range(2)))
         home = Home(monkeypatch, *relays)
         for relay in relays:
-            breaks(relay)
+            relay.go_down()
         beginning = asyncio.ensure_future(home.places.begin())
-        await asyncio.sleep(HURRY_S / 2 + (RELAY_TIMEOUT_S if relays[0].is_silent else 0.0))
+        await asyncio.sleep(HURRY_S / 2)
         for relay in relays:
             home.net.relays[relay.id] = FakeRelay("again", relay.known.address)
             home.net.relays[relay.id].known = relay.known
         await beginning
         assert home.held == {relay.id for relay in relays}
-
-    run(scenario)
-
-
-def test_where_there_are_no_relays_nothing_is_waited_for(monkeypatch):
-    async def scenario():
-        home = Home(monkeypatch)
-        await home.places.begin()
-        assert (home.places.relays, home.changes, now()) == ((), [], 0.0)
-
-    run(scenario)
-
-
-def test_where_one_relay_gives_a_place_the_others_are_not_waited_for(monkeypatch):
-    async def scenario():
-        good, full = server(0), server(1)
-        full.status = 201
-        home = Home(monkeypatch, good, full)
-        await home.places.begin()
-        assert home.held == {good.id}
-        assert full.reserved == 1
-        assert now() < HURRY_S
 
     run(scenario)
 
@@ -508,24 +481,6 @@ def test_nothing_stays_open_of_places_that_are_not_held_any_more(monkeypatch):
     run(scenario)
 
 
-def test_a_doubt_is_not_forgotten_because_a_relay_was_just_being_pinged(monkeypatch):
-    async def scenario():
-        relay = server(0)
-        home = Home(monkeypatch, relay)
-        running = asyncio.ensure_future(home.places.run())
-        await asyncio.sleep(BEAT_PERIOD_S - CHECK_PERIOD_S / 2)
-        relay.echo = None
-        await asyncio.sleep(CHECK_PERIOD_S)  # it is being pinged, and answers late
-        home.places.doubt()
-        relay.echo = bytes
-        home.net.echo_late()
-        await asyncio.sleep(2 * CHECK_PERIOD_S)
-        assert len(home.net.proofs) == 2
-        running.cancel()
-
-    run(scenario)
-
-
 def test_places_are_renewed_before_they_end(monkeypatch):
     monkeypatch.setattr(module, "CHECK_PERIOD_S", 60.0)
 
@@ -536,24 +491,6 @@ def test_places_are_renewed_before_they_end(monkeypatch):
         assert len(home.changes) == 1
         for relay in relays:
             assert 10 / RENEW_SHARE - 2 <= relay.reserved <= 10 / RENEW_SHARE + 2
-
-    run(scenario)
-
-
-@pytest.mark.parametrize(
-    ("seconds", "most"),
-    [(10**12, 3), (-(10**6), 86400 // 60 + 1), (0, 86400 // 60 + 1)],
-    ids=["for ever", "long ago", "no time"],
-)
-def test_no_relay_makes_a_peer_ask_without_end_or_never_again(monkeypatch, seconds, most):
-    monkeypatch.setattr(module, "CHECK_PERIOD_S", 60.0)
-
-    async def scenario():
-        relay = server(0)
-        relay.seconds = seconds
-        home = Home(monkeypatch, relay)
-        await home.run_for(86400)
-        assert 2 <= relay.reserved <= most
 
     run(scenario)
 
@@ -600,116 +537,10 @@ def test_a_relay_that_has_a_name_is_announced_by_its_address(monkeypatch):
         (held,) = home.places.relays
         assert held.circuit() == f"/ip4/8.8.8.8/tcp/31337/p2p/{relay.id}/p2p-circuit"
         assert home.net.proofs == [held.circuit()]
+        relay.listed = ["/ip4/127.0.0.1/tcp/31337"]  # the name leads nowhere
+        again = Home(monkeypatch, relay)
+        await again.places.look_after()
+        assert again.places.relays == ()
+        assert "has no address that others could dial" in again.places.failure
 
     run(scenario)
-
-
-def test_a_relay_whose_name_leads_nowhere_is_of_no_use(monkeypatch):
-    async def scenario():
-        relay = FakeRelay("named", "/dns4/relay.example/tcp/31337", is_bootstrap=True)
-        relay.listed = ["/ip4/127.0.0.1/tcp/31337"]
-        home = Home(monkeypatch, relay)
-        await home.places.look_after()
-        assert home.places.relays == ()
-        assert "has no address that others could dial" in home.places.failure
-
-    run(scenario)
-
-
-def test_relays_are_asked_at_the_same_time(monkeypatch):
-    async def scenario():
-        relays = list(map(server, range(PLACES)))
-        for relay in relays:
-            relay.is_silent = True
-        home = Home(monkeypatch, *relays)
-        await home.places.look_after()
-        assert now() == RELAY_TIMEOUT_S
-
-    run(scenario)
-
-
-RELAY = PeerID.from_base58(peer_id("relay"))
-
-
-def beat(scenario: Any, monkeypatch: pytest.MonkeyPatch, echo: Any = bytes) -> None:
-    async def whole() -> None:
-        reader = asyncio.StreamReader()
-
-        def answer(data: bytes) -> None:
-            assert len(data) == PING_BYTES
-            if echo is not None:
-                reader.feed_data(echo(data))
-
-        async def open_stream(p2p: Any, peer: PeerID, protocol: str) -> tuple[asyncio.StreamReader, Any]:
-            assert (peer, protocol) == (RELAY, PING_PROTOCOL_ID)
-            return reader, Writer(answer)
-
-        monkeypatch.setattr(daemon_streams, "open_stream", open_stream)
-        p2p: Any = None
-        await scenario(await Heartbeat.open(p2p, RELAY, 1.0), reader)
-
-    virtual_time.run(whole)
-
-
-def test_a_heartbeat_goes_on_as_long_as_the_peer_echoes(monkeypatch):
-    async def scenario(heartbeat, reader):
-        for _ in range(3):
-            await heartbeat.beat(1.0)
-        assert not heartbeat.has_ended
-
-    beat(scenario, monkeypatch)
-
-
-def test_the_end_of_the_connection_is_seen_without_asking(monkeypatch):
-    async def scenario(heartbeat, reader):
-        reader.feed_eof()
-        assert heartbeat.has_ended
-        with pytest.raises(PeerLost, match="the connection has ended"):
-            await heartbeat.beat(1.0)
-
-    beat(scenario, monkeypatch, None)
-
-
-def test_a_connection_that_breaks_is_seen_without_asking(monkeypatch):
-    async def scenario(heartbeat, reader):
-        reader.set_exception(ConnectionResetError())
-        assert heartbeat.has_ended
-        with pytest.raises(PeerLost, match="the connection has ended"):
-            await heartbeat.beat(1.0)
-
-    beat(scenario, monkeypatch, None)
-
-
-def test_silence_is_the_end_after_a_while(monkeypatch):
-    async def scenario(heartbeat, reader):
-        loop = asyncio.get_running_loop()
-        began = loop.time()
-        with pytest.raises(PeerLost, match="has not answered for 3 s"):
-            await heartbeat.beat(3.0)
-        assert 3.0 <= loop.time() - began < 3.2
-
-    beat(scenario, monkeypatch, None)
-
-
-def test_other_bytes_are_no_echo(monkeypatch):
-    async def scenario(heartbeat, reader):
-        with pytest.raises(PeerLost, match="other bytes"):
-            await heartbeat.beat(1.0)
-
-    beat(scenario, monkeypatch, lambda data: bytes(PING_BYTES))
-
-
-@pytest.mark.parametrize(
-    "failure", [P2PDaemonError("no addresses"), ConnectionRefusedError(), TimeoutError()], ids=repr
-)
-def test_a_peer_that_is_not_there_cannot_be_pinged(monkeypatch, failure):
-    async def open_stream(*_: Any) -> Any:
-        raise failure
-
-    async def whole() -> None:
-        p2p: Any = None
-        with pytest.raises(PeerLost, match="cannot be pinged"):
-            await Heartbeat.open(p2p, RELAY, 1.0)
-
-    monkeypatch.setattr(daemon_streams, "open_stream", open_stream)
-    virtual_time.run(whole)
