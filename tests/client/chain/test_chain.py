@@ -17,14 +17,9 @@ from swarm.data_structures import StepLayout, WireFormat
 from swarm.errors import NotFinite, SessionClosed, TooLong
 from swarm.protocol import messages
 from tests import virtual_time
-from tests.client.chains import CLIENT, HIDDEN, MAX_LENGTH, Swarm
+from tests.client.chains import CLIENT, HIDDEN, MAX_LENGTH, ONCE, Swarm, now
 
-ONCE = {"a": (0, 2), "b": (2, 4), "c": (4, 6)}
 DELAY, COMPUTE = 0.01, 0.01
-
-
-def now() -> float:
-    return asyncio.get_running_loop().time()
 
 
 @pytest.mark.parametrize("push", [True, False])
@@ -77,7 +72,7 @@ def test_a_token_that_servers_pass_on_is_looked_at_only_as_it_sets_out_and_comes
     virtual_time.run(scenario)
 
 
-@pytest.mark.parametrize("wire", [WireFormat.FLOAT16, WireFormat.BLOCKWISE8])
+@pytest.mark.parametrize("wire", [WireFormat.BLOCKWISE8])
 def test_replies_come_in_the_format_that_was_asked_for_and_are_passed_on_as_they_are(span_model, wire):
     async def scenario():
         swarm = Swarm(span_model, ONCE, wire=wire)
@@ -181,8 +176,7 @@ COPIES = [
 
 
 @pytest.mark.parametrize(("sources", "then"), COPIES)
-@pytest.mark.parametrize("push", [True, False])
-@pytest.mark.parametrize("times", [1, 2])
+@pytest.mark.parametrize(("push", "times"), [(True, 2), (False, 1)])
 def test_interrupted_steps_are_never_built_upon(span_model, sources, then, push, times):
     """As when somebody presses Ctrl-C in a notebook at any moment, and then goes on in the same session."""
     took = {True: 4 * DELAY + 3 * COMPUTE, False: 6 * DELAY + 3 * COMPUTE}[push]
@@ -246,20 +240,6 @@ def test_a_step_keeps_a_copy_of_what_the_caller_may_change(span_model):
         for got, expected in zip((first, again), both, strict=True):
             values = torch.frombuffer(bytearray(got.payload), dtype=torch.float32)
             torch.testing.assert_close(values, expected, rtol=1e-4, atol=1e-4)
-
-    virtual_time.run(scenario)
-
-
-def test_a_client_needs_no_server_but_the_first_to_hear_from_it(span_model):
-    async def scenario():
-        swarm = Swarm(span_model, ONCE)
-        await swarm.start()
-        talk = await swarm.chain()
-        sent = []
-        swarm.on_message = lambda source, target, message: sent.append((source, target, type(message))) is not None
-        await talk.append(1)
-        await asyncio.sleep(1)
-        assert [entry for entry in sent if entry[0] == CLIENT] == [(CLIENT, "a", messages.StepRequest)]
 
     virtual_time.run(scenario)
 
