@@ -59,8 +59,11 @@ async def everything(talk: Conversation) -> None:
     await talk.append(1, 1)
 
 
+FAULTS = ["kill source", "kill target", "kill after", "hang source", "hang target", "lose"]
+
+
+@pytest.mark.parametrize("fault", slow_except(FAULTS, "kill target", "kill after", "hang source", "lose"))
 @pytest.mark.parametrize("push", slow_except([True, False], True))
-@pytest.mark.parametrize("fault", ["kill source", "kill target", "kill after", "hang source", "hang target", "lose"])
 def test_one_fault_at_any_message(span_model, fault, push):
     """Each message of a whole session in turn is the one at which something happens."""
 
