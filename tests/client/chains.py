@@ -342,7 +342,7 @@ class Conversation:
                     limits = _lower(limits, below)  # perhaps the second time
                     await self.chain.give_up_under_way(given_up[0].number - 1)
                 elif turn < 0.8:
-                    await self._look_at(chance.choice(under_way), chance.choice([*self.chain.boundaries, BLOCKS]))
+                    await self._look_at(chance.choice(under_way), chance.choice([*self.chain.route.boundaries, BLOCKS]))
                 else:
                     await self._settle(under_way)
             while under_way:
@@ -364,7 +364,7 @@ class Conversation:
         one = _UnderWay(-1, layout, _after(before, hidden, layout))
         under_way.append(one)  # also if it fails: servers may have got it
         one.number = self.chain.next_number
-        exit_block = chance.choice([None, *self.chain.boundaries])
+        exit_block = chance.choice([None, *self.chain.route.boundaries])
         assert await self.chain.begin(_packed(hidden), layout, self.exits, exit_block) == one.number
         return [len(history) for history in one.histories]
 
@@ -478,5 +478,21 @@ def disturb(
         for name, server in swarm.servers.items():
             if name not in swarm.hub._hanging | swarm.killed:
                 assert len(server.sessions) == 0, name
+
+    virtual_time.run(scenario)
+
+
+def converse(
+    model: SpanModel,
+    act: Callable[[Swarm, Conversation], Awaitable[None]],
+    servers: dict[str, tuple[int, int]] = ONCE,
+    **options: Any,
+) -> None:
+    """Run `act(swarm, talk)` on virtual time with a chain that has just been opened; `options` are the swarm's."""
+
+    async def scenario() -> None:
+        swarm = Swarm(model, servers, **options)
+        await swarm.start()
+        await act(swarm, await swarm.chain())
 
     virtual_time.run(scenario)

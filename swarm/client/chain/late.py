@@ -244,8 +244,8 @@ class Standbys:
                 await self._stop_pushes(late.index)  # what was pushed may be lost, so this client delivers it
         return None
 
-    def look_around(self, hops: Sequence[HopSession], refillable: int) -> None:
-        """Take note of how long the servers took. If one is slower all the time than others would be, ask those."""
+    def ask_if_slow(self, hops: Sequence[HopSession], refillable: int) -> None:
+        """Record how long the servers took. If others would be quicker than one of them all the time, ask those."""
         for hop in hops:
             measured = hop.progress.clock.take_measured()
             if measured is not None:
@@ -302,9 +302,9 @@ class Standbys:
         if progress.awaited is not None and not was_slow:
             waited = progress.clock.waited(time.perf_counter())
             self._context.routes.note_overtaken(late.hop, waited, progress.outputs(progress.awaited).tokens)
-        self._start(self._see_off(late))
+        self._start(self._close_late(late))
 
-    async def _see_off(self, late: HopSession) -> None:
+    async def _close_late(self, late: HopSession) -> None:
         """Free the session at a server that was late. One that does not answer by its deadline either is reported."""
         progress, number = late.progress, late.progress.awaited
         if number is not None and progress.error is None:

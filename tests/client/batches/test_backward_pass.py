@@ -18,7 +18,7 @@ from swarm.errors import NotFinite
 from swarm.models.adapters.block_adapter import BlockAdapterWeights, LoraFactors
 from swarm.models.execution.gradients import forward_with_graph
 from swarm.protocol import messages
-from swarm.protocol.compression import encode_tensor
+from swarm.protocol.compression import decode_tensor, encode_tensor
 from tests import virtual_time
 from tests.client.chains import BLOCKS, HIDDEN, Swarm
 
@@ -71,6 +71,19 @@ class Batch:
 
     async def forward(self) -> list[ForwardTrace]:
         return await forward_batches(self.work(), Span(0, BLOCKS), self.batches)
+
+    async def compute(self) -> None:
+        """A forward pass of which nothing is kept but the outputs, which are compared."""
+        context = PassContext(self.requester, self.swarm.planner, self.packed, keep_inputs=False)
+        try:
+            traces = await forward_batches(context, Span(0, BLOCKS), self.batches)
+        finally:
+            self.requester.close()
+        for trace, batch, hidden in zip(traces, self.batches, self.hidden, strict=True):
+            assert not trace.hop_inputs
+            result = trace.outputs
+            found = decode_tensor(result.payload, result.tokens, HIDDEN, result.wire, result.dtype, torch.device("cpu"))
+            close(found, forward_with_graph(self.swarm.model, hidden.detach(), batch.layout, self.parts))
 
     async def backward(self, traces: list[ForwardTrace]) -> None:
         """Go back and compare."""

@@ -49,7 +49,7 @@ async def prompted(swarm: Swarm, early_exits: bool = True) -> Conversation:
 
 async def answered(talk: Conversation, number: int) -> list[tuple[int, ...] | None]:
     """What the copies of a step say about where its tokens left, when all have come."""
-    blocks = [*talk.chain.boundaries, BLOCKS]
+    blocks = [*talk.chain.route.boundaries, BLOCKS]
     await talk.chain.wait(lambda: all(talk.chain.outputs(number, block) is not None for block in blocks))
     found = [talk.chain.outputs(number, block) for block in blocks]
     return [one.left if one is not None else None for one in found]
