@@ -198,7 +198,6 @@ class Swarm:
         push: see `RequestOptions`.
         seconds: that a server computes for one step.
         older: see `Server`.
-        alternatives: see `RoutingPlanner`.
     """
 
     def __init__(
@@ -211,7 +210,6 @@ class Swarm:
         seconds: float = 0.01,
         wire: WireFormat = WireFormat.NONE,
         older: bool = False,
-        alternatives: bool = True,
     ) -> None:
         self.model = model
         self.hub = MemoryHub(lambda source, target: 0.01, self._on_message)
@@ -222,7 +220,6 @@ class Swarm:
         self.killed: set[str] = set()
         self.events: list[SessionEvent] = []
         self.planner = RoutingPlanner(lambda: list(self.announced.values()), missing_blocks_timeout)
-        self.planner.has_alternatives = alternatives
         self.on_message: OnMessage = lambda source, target, message: False
         self._seconds = seconds
         self._older = older

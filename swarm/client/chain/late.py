@@ -27,10 +27,10 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from swarm.client.chain.hop_opening import CacheContents, HopOpener, close_all, neighbors_of, route_of
-from swarm.client.hops.hop_progress import NO_DEADLINE, HopClock
+from swarm.client.hops.hop_progress import NO_DEADLINE, HopProgress
 from swarm.client.hops.hop_session import HopSession, SessionContext
 from swarm.client.wire.reply_checks import describe_hop
 from swarm.errors import PeerTimeout, RemoteError
@@ -54,17 +54,6 @@ MIN_MEASURED_STEPS = 8
 
 MIN_GAIN = 0.5
 """Share of its time that a step has to save elsewhere: what was announced, or measured long ago, is not exact."""
-
-
-class WaitedHop(Protocol):
-    """What counts of a hop here; see `swarm.client.hops.hop_progress.HopProgress`."""
-
-    asked: int
-    clock: HopClock
-    replied: int
-
-    @property
-    def awaited(self) -> int | None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,12 +89,12 @@ class AskAllowance:
         return True
 
 
-def none_late_before(hops: Sequence[WaitedHop]) -> float:
+def none_late_before(hops: Sequence[HopProgress]) -> float:
     """A time before which no answer is late, or overdue. The rest makes that later, and takes longer to find out."""
     return min([min(hop.clock.late, hop.clock.deadline) for hop in hops])
 
 
-def first_late(hops: Sequence[WaitedHop], refill_seconds: Sequence[float]) -> LateHop | None:
+def first_late(hops: Sequence[HopProgress], refill_seconds: Sequence[float]) -> LateHop | None:
     """The hop for which others are asked first, if none answers before; None if no answer is awaited.
 
     Others are asked once a step at most, and never for a step that a later server has answered already.
@@ -125,7 +114,7 @@ def first_late(hops: Sequence[WaitedHop], refill_seconds: Sequence[float]) -> La
     return found
 
 
-def common_slowness(hops: Sequence[WaitedHop], index: int) -> float:
+def common_slowness(hops: Sequence[HopProgress], index: int) -> float:
     """How many times slower than usual all hops but one are just now; 1 if one of them is not."""
     others = [hop.clock.slowness for other, hop in enumerate(hops) if other != index]
     return min(max(1.0, min(others, default=1.0)), MAX_SLOWNESS)
