@@ -39,9 +39,9 @@ def span_model(folder: Path) -> SpanModel:
     return load_span(open_checkpoint(folder), Span(0, zoo.BLOCKS), dtype=torch.float32, device=torch.device("cpu"))
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def swarm(folder: Path) -> Iterator[TestSwarm]:
-    """Three servers of it, for all modules that end none of them."""
+    """Three servers of it."""
     with run_swarm(folder, SPANS, dtype="float32") as swarm:
         yield swarm
 

@@ -27,6 +27,13 @@ LOOKUP = {"prompt_lookup_num_tokens": 4}
 
 
 @pytest.fixture(scope="module")
+def swarm(folder: Path) -> Iterator[TestSwarm]:
+    """Each span twice."""
+    with run_swarm(folder, SPANS * 2, dtype="float32") as swarm:
+        yield swarm
+
+
+@pytest.fixture(scope="module")
 def model(swarm: TestSwarm) -> Iterator[Any]:
     with run_client(swarm, dtype="float32", wire="none") as model:
         yield model
@@ -139,6 +146,29 @@ def test_candidates_need_no_room_beyond_the_end_of_the_text(
     assert write(model, tokens, limit - tokens.shape[1], **draft) == expected
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("block", "how"), [(0, "perfect"), (5, "poor")])
+def test_a_server_is_killed_meanwhile(
+    swarm: TestSwarm, local: Any, perfect: dict[str, Any], poor: dict[str, Any], block: int, how: str
+) -> None:
+    fresh = [swarm.start(blocks, dtype="float32") for blocks in SPANS for _ in range(2 - len(swarm.holders(blocks)))]
+    for server in fresh:
+        server.wait_ready()
+    killed = []
+
+    def kill(session: Any) -> None:
+        killed.append(holder(swarm, session, block))
+        killed[-1].kill()
+
+    with run_client(swarm, dtype="float32", wire="none") as model, model.inference_session(max_length=64) as session:
+        before = StoppingCriteriaList([Before(session, {3: kill})])
+        draft = perfect if how == "perfect" else poor
+        assert write(model, prompt(), stopping_criteria=before, **draft) == write(local, prompt())
+        longer = torch.tensor([write(local, prompt(), 30)])
+        assert write(model, longer, 10, **draft) == write(local, longer, 10)
+    assert len(killed) == 1
+
+
 def test_sampling(model: Any, local: Any, poor: dict[str, Any]) -> None:
     texts = []
     for candidate in (local, model):
@@ -200,24 +230,3 @@ def test_unseen_length() -> None:
         (9, 5, 5, None),
     ]:
         assert unseen_length(cached, given, mask) == unseen
-
-
-@pytest.mark.slow
-def test_servers_are_killed_meanwhile(folder: Path, local: Any, perfect: dict[str, Any], poor: dict[str, Any]) -> None:
-    with (
-        run_swarm(folder, SPANS * 2, dtype="float32") as swarm,
-        run_client(swarm, dtype="float32", wire="none") as model,
-    ):
-        for block, draft in ((0, perfect), (5, poor)):
-            killed = []
-
-            def kill(session: Any, block: int = block, killed: list[Any] = killed) -> None:
-                killed.append(holder(swarm, session, block))
-                killed[-1].kill()
-
-            with model.inference_session(max_length=64) as session:
-                before = StoppingCriteriaList([Before(session, {3: kill})])
-                assert write(model, prompt(), stopping_criteria=before, **draft) == write(local, prompt())
-                longer = torch.tensor([write(local, prompt(), 30)])
-                assert write(model, longer, 10, **draft) == write(local, longer, 10)
-            assert len(killed) == 1
