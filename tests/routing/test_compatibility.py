@@ -37,13 +37,6 @@ def usable(servers, digests=None, revision="main") -> list[str]:
     return [one.peer_id for one in compatible_servers(servers, revision, known).servers]
 
 
-def test_servers_of_the_same_weights_are_usable_together():
-    servers = [server("a", 0, "xy"), server("b", 1, "yz"), server("c", 2, "z")]
-    found = compatible_servers(servers, "main")
-    assert found.servers == tuple(servers)
-    assert found.excluded == {}
-
-
 def test_another_revision():
     found = compatible_servers([server("a", 0, "x"), server("b", 0, "x", revision="old")], "main")
     assert [one.peer_id for one in found.servers] == ["a"]
@@ -91,14 +84,6 @@ def test_other_revisions_and_absent_servers_dispute_nothing():
     assert disputed_blocks(servers) == {}
 
 
-def test_a_server_that_is_odd_in_one_block_is_not_used_for_the_others():
-    servers = [server("a", 0, "xyz"), server("odd", 0, "xyq")]
-    known = WeightDigests({0: "x", 1: "y", 2: "z"}, "those in demo/")
-    found = compatible_servers(servers, "main", known)
-    assert found.servers == (servers[0],)
-    assert found.excluded == {"odd": "its weights of block 2 are not those in demo/"}
-
-
 def test_known_digests_decide_whatever_servers_announce():
     servers = [server("a", 1, "y"), *(server(f"odd{n}", 1, "q") for n in range(5))]
     assert usable(servers, digests=["x", "y", "z"]) == ["a"]
@@ -124,9 +109,3 @@ def test_usable_servers_have_the_right_weights_and_all_others_are_excluded(specs
             assert by_block.get(block, digest) == digest
     assert sorted([*(one.peer_id for one in found.servers), *found.excluded]) == sorted(s.peer_id for s in servers)
     assert compatible_servers(servers[::-1], "main", known).excluded.keys() == found.excluded.keys()
-
-
-@given(st.text("xy", min_size=1, max_size=3), st.lists(st.text("xyz", min_size=1, max_size=3), max_size=20))
-def test_no_number_of_others_excludes_a_server_with_the_right_weights(right, others):
-    servers = [server("honest", 0, right), *(server(f"p{n}", 0, digests) for n, digests in enumerate(others))]
-    assert "honest" in usable(servers, digests=list(right + "zzz"))

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from swarm.data_structures import Hop, Route, Span
 from swarm.routing.beam_search import find_route
 from swarm.routing.cost_model import (
-    FULL_CACHE_PENALTY_S,
     VIA_CLIENT_S,
     CostModel,
     RouteRequirements,
@@ -19,7 +18,7 @@ from swarm.routing.cost_model import (
 )
 from swarm.routing.swarm_snapshot import DEFAULT_ROUND_TRIP_S, SwarmSnapshot
 from tests.infos import server_info
-from tests.routing.swarms import MOST_SERVERS, demands, missing_blocks, plain_seconds, snapshots, spans
+from tests.routing.swarms import demands, missing_blocks, plain_seconds, snapshots, spans
 
 A = server_info(0, 3, "a", throughput=10.0, queue_delay=0.05, round_trips=(("b", 0.02),))
 B = server_info(2, 6, "b", throughput=100.0, forward_throughput=1000.0, network_throughput=500.0)
@@ -48,13 +47,6 @@ def test_of_equally_fast_servers_the_exact_one_is_used():
                 assert [hop.server.peer_id for hop in route.hops] == [used]
 
 
-def test_many_tokens_are_computed_at_once_where_that_speed_is_known():
-    travel = 0.02 + 0.01 + 0.03
-    a = 0.05 + 2 * 200 / 10
-    b = 200 / 500 + 4 * 200 / 1000
-    assert price(tokens=200) == round(travel + a + b, 9)
-
-
 def test_between_servers_the_client_is_not_visited():
     x = server_info(0, 1, "x", round_trips=(("a", 0.008),))
     snapshot = SwarmSnapshot((A, B, x), {"a": 0.04, "b": 0.06})
@@ -72,13 +64,8 @@ def test_an_unmeasured_link_counts_as_the_longer_way_to_the_client():
     )
 
 
-def test_penalties():
-    assert price(cache_tokens=2**30) == round(price() + 2 * FULL_CACHE_PENALTY_S, 9)
-    assert price(penalties={"a": 0.5, "nobody": 9.0}) == round(price() + 0.5, 9)
-
-
 @given(snapshots(), spans(), demands())
-@settings(deadline=None, max_examples=500)
+@settings(deadline=None, max_examples=200)
 def test_costs_are_finite_and_equal_a_plain_calculation(snapshot, wanted, demand):
     if missing_blocks(snapshot, wanted, demand):
         return
@@ -131,20 +118,6 @@ def test_a_step_goes_over_the_client_where_that_is_shorter_than_the_link():
         assert is_nearer_over_client(snapshot, "a", "b") is over_client
         costs = CostModel(snapshot, RouteRequirements())
         assert costs.link_seconds.tolist() == [min(between / 2, to_client + VIA_CLIENT_S)]
-
-
-@given(snapshots(), st.sampled_from(range(MOST_SERVERS)), st.sampled_from(range(MOST_SERVERS)))
-def test_relaying_over_the_client_agrees_with_the_cost_model(snapshot, before, after):
-    source, target = f"peer{before}", f"peer{after}"
-    links = snapshot.links
-    at = [
-        i
-        for i in range(len(links.seconds))
-        if (snapshot.numbers.get(source), snapshot.numbers.get(target)) == (links.sources[i], links.targets[i])
-    ]
-    costs = CostModel(snapshot, RouteRequirements())
-    for i in at:
-        assert is_nearer_over_client(snapshot, source, target) == (costs.link_seconds[i] < links.seconds[i])
 
 
 def test_where_the_client_has_not_measured_both_servers_the_link_is_used():

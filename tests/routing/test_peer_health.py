@@ -27,15 +27,6 @@ failures = st.sampled_from(list(PeerFailure))
 pauses = st.floats(0, 3000)
 
 
-def test_an_unknown_peer_has_no_bans_and_no_penalty():
-    health = PeerHealth()
-    assert not health.is_banned("a", 0.0)
-    assert health.banned_until("a", 0.0) is None
-    assert health.reasons("a") == ()
-    assert health.banned_peers(0.0) == frozenset()
-    assert health.penalties(0.0) == {}
-
-
 def test_bans_double_up_to_the_longest():
     health = PeerHealth()
     now, lengths = 0.0, []
@@ -74,21 +65,6 @@ def test_a_full_cache_does_not_hide_a_fault():
         health.record_failure("a", PeerFailure.CACHE_FULL, now)
     health.record_failure("a", PeerFailure.FAULT, 3.0)
     assert health.penalties(3.0)["a"] > 0
-
-
-def test_a_ban_ends():
-    health = PeerHealth()
-    until = health.record_failure("a", PeerFailure.UNREACHABLE, 100.0)
-    assert health.is_banned("a", until - 0.01)
-    assert health.banned_peers(until - 0.01) == {"a"}
-    assert not health.is_banned("a", until)
-    assert not health.is_banned("b", 100.0)
-
-
-def test_a_wrong_answer_weighs_more_than_a_lost_connection():
-    assert PeerFailure.WRONG_ANSWER.ban_seconds > 5 * max(
-        PeerFailure.UNREACHABLE.ban_seconds, PeerFailure.TIMED_OUT.ban_seconds
-    )
 
 
 def test_a_full_or_closing_server_is_avoided_shortly_without_a_strike():
@@ -157,20 +133,6 @@ def test_while_failing_a_ban_never_ends_sooner_than_it_was_said(events):
         assert before is None or until >= before
         assert health.banned_until("a", now) == until
         assert reason in health.reasons("a")
-
-
-@given(st.lists(st.tuples(failures, pauses), min_size=1, max_size=40))
-@settings(deadline=None, max_examples=200)
-def test_a_success_after_a_long_time_clears_the_record(events):
-    health = PeerHealth()
-    now = 0.0
-    for reason, pause in events:
-        now += pause
-        health.record_failure("a", reason, now)
-    now += 2 * MAX_BAN_S
-    health.record_success("a", now)
-    assert len(health) == 0
-    assert health.record_failure("a", PeerFailure.REFUSED, now) == now + PeerFailure.REFUSED.ban_seconds
 
 
 @given(failures)
@@ -243,15 +205,6 @@ def test_a_server_is_charged_with_what_it_takes_beyond_the_others():
     assert measured(slow=1.0, quick=0.1, middling=0.4).charges(0.0) == pytest.approx(
         {"slow": 0.9, "quick": 0.0, "middling": 0.3}
     )
-
-
-def test_a_single_measured_server_is_charged_in_full():
-    assert measured(only=1.0).charges(0.0) == {"only": 1.0}
-
-
-@given(st.floats(0.0, MAX_OVERRUN_S), st.integers(2, 10))
-def test_servers_that_are_equally_slow_are_not_charged(seconds, count):
-    assert set(measured(**{f"peer {n}": seconds for n in range(count)}).charges(0.0).values()) == {0.0}
 
 
 def test_a_server_that_stalls_for_a_moment_is_not_slow():

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import math
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -37,12 +35,6 @@ def test_the_one_measured_longest_ago_makes_room():
     for when, name in enumerate(["a", "b", "a", "c"]):
         trips.record(name, 0.1, when)
     assert [trips.get(name, 4) for name in "abc"] == [0.1, None, 0.1]
-
-
-@pytest.mark.parametrize("seconds", [-0.1, math.inf, -math.inf, math.nan])
-def test_invalid_round_trips_are_refused(seconds):
-    with pytest.raises(ValueError, match="not a valid round trip"):
-        RoundTrips().record("a", seconds, 0.0)
 
 
 @given(

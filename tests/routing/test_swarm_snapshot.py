@@ -23,12 +23,6 @@ def test_who_holds_a_block():
     ]
 
 
-def test_round_trips_that_nobody_measured_are_assumed():
-    snapshot = SwarmSnapshot((server_info(0, 2, "a"), server_info(0, 2, "b")), {"b": 0.5, "gone": 0.7}, 0.2)
-    assert snapshot.client_round_trips.tolist() == [0.2, 0.5]
-    assert snapshot.client_round_trip("gone") == 0.7
-
-
 def test_newer_measurements_keep_what_was_read_of_the_servers():
     snapshot = SwarmSnapshot((announcing(("b", 0.3)), server_info(2, 4, "b")), {"a": 0.1}, 0.2)
     assert snapshot.client_round_trips.tolist() == [0.1, 0.2]
@@ -61,10 +55,3 @@ def test_a_link_may_be_taken_where_one_server_can_leave_off_and_the_other_go_on(
         for link, (source, target) in enumerate(zip(links.sources, links.targets, strict=True)):
             before, behind = snapshot.servers[source].span, snapshot.servers[target].span
             assert (link in links.at(boundary)) == (boundary - 1 in before and boundary in behind)
-
-
-def test_an_empty_swarm():
-    snapshot = SwarmSnapshot(())
-    assert len(snapshot) == 0
-    assert snapshot.holders(0).tolist() == []
-    assert links_of(snapshot) == {}

@@ -175,11 +175,6 @@ class Chain:
                 return step.hidden if step is not None else None
         return None
 
-    @property
-    def boundaries(self) -> tuple[int, ...]:
-        """The blocks in front of which a step can be looked at, in order: where a server begins, but for block 0."""
-        return self.route.boundaries
-
     def settle(self, number: int) -> None:
         """The steps up to `number` are answered, and stand: they will not be given up any more."""
         self._refillable = max(self._refillable, number)
@@ -322,7 +317,7 @@ class Chain:
         """Compare what servers have computed with what this client knows; what is wrong is computed again. Whether all
         is right.
 
-        Outputs that were taken before the copy came by which they are wrong cannot be taken back.
+        Outputs that the caller has taken before they were found wrong cannot be taken back.
         """
         is_right = True
         while not self._closed and (finding := self._hops.next_finding()) is not None:

@@ -27,10 +27,10 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from swarm.client.chain.hop_opening import CacheContents, HopOpener, close_all, neighbors_of, route_of
-from swarm.client.hops.hop_progress import NO_DEADLINE, HopClock
+from swarm.client.hops.hop_progress import NO_DEADLINE, HopProgress
 from swarm.client.hops.hop_session import HopSession, SessionContext
 from swarm.client.wire.reply_checks import describe_hop
 from swarm.errors import PeerTimeout, RemoteError
@@ -54,17 +54,6 @@ MIN_MEASURED_STEPS = 8
 
 MIN_GAIN = 0.5
 """Share of its time that a step has to save elsewhere: what was announced, or measured long ago, is not exact."""
-
-
-class WaitedHop(Protocol):
-    """What counts of a hop here; see `swarm.client.hops.hop_progress.HopProgress`."""
-
-    asked: int
-    clock: HopClock
-    replied: int
-
-    @property
-    def awaited(self) -> int | None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,12 +89,12 @@ class AskAllowance:
         return True
 
 
-def none_late_before(hops: Sequence[WaitedHop]) -> float:
+def none_late_before(hops: Sequence[HopProgress]) -> float:
     """A time before which no answer is late, or overdue. The rest makes that later, and takes longer to find out."""
     return min([min(hop.clock.late, hop.clock.deadline) for hop in hops])
 
 
-def first_late(hops: Sequence[WaitedHop], refill_seconds: Sequence[float]) -> LateHop | None:
+def first_late(hops: Sequence[HopProgress], refill_seconds: Sequence[float]) -> LateHop | None:
     """The hop for which others are asked first, if none answers before; None if no answer is awaited.
 
     Others are asked once a step at most, and never for a step that a later server has answered already.
@@ -125,7 +114,7 @@ def first_late(hops: Sequence[WaitedHop], refill_seconds: Sequence[float]) -> La
     return found
 
 
-def common_slowness(hops: Sequence[WaitedHop], index: int) -> float:
+def common_slowness(hops: Sequence[HopProgress], index: int) -> float:
     """How many times slower than usual all hops but one are just now; 1 if one of them is not."""
     others = [hop.clock.slowness for other, hop in enumerate(hops) if other != index]
     return min(max(1.0, min(others, default=1.0)), MAX_SLOWNESS)
@@ -244,8 +233,8 @@ class Standbys:
                 await self._stop_pushes(late.index)  # what was pushed may be lost, so this client delivers it
         return None
 
-    def look_around(self, hops: Sequence[HopSession], refillable: int) -> None:
-        """Take note of how long the servers took. If one is slower all the time than others would be, ask those."""
+    def ask_if_slow(self, hops: Sequence[HopSession], refillable: int) -> None:
+        """Record how long the servers took. If others would be quicker than one of them all the time, ask those."""
         for hop in hops:
             measured = hop.progress.clock.take_measured()
             if measured is not None:
@@ -302,9 +291,9 @@ class Standbys:
         if progress.awaited is not None and not was_slow:
             waited = progress.clock.waited(time.perf_counter())
             self._context.routes.note_overtaken(late.hop, waited, progress.outputs(progress.awaited).tokens)
-        self._start(self._see_off(late))
+        self._start(self._close_late(late))
 
-    async def _see_off(self, late: HopSession) -> None:
+    async def _close_late(self, late: HopSession) -> None:
         """Free the session at a server that was late. One that does not answer by its deadline either is reported."""
         progress, number = late.progress, late.progress.awaited
         if number is not None and progress.error is None:

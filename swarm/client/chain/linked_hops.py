@@ -216,7 +216,7 @@ class LinkedHops:
         Args:
             refillable: see `repair`.
         """
-        self.standbys.look_around(self.hops, refillable)
+        self.standbys.ask_if_slow(self.hops, refillable)
         late = await self.standbys.ask_if_late(self.hops, refillable)
         if late is None:
             return

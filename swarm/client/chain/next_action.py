@@ -11,31 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
-from swarm.client.hops.hop_progress import NO_DEADLINE, NO_STEP
-
-
-class HopState(Protocol):
-    """What counts of a hop; see `swarm.client.hops.hop_progress.HopProgress` for the meaning of each attribute."""
-
-    received: int
-    delivered: int
-    pushed: int
-    catch_up_to: int
-    stale: bool
-
-    @property
-    def replied(self) -> int: ...
-
-    @property
-    def deadline(self) -> float: ...
-
-    @property
-    def leaving(self) -> Exception | None: ...
-
-    @property
-    def error(self) -> Exception | None: ...
+from swarm.client.hops.hop_progress import NO_DEADLINE, NO_STEP, HopProgress
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +47,7 @@ Action = Finished | WaitUntil | Deliver | Repair
 
 
 def next_action(
-    hops: Sequence[HopState],
+    hops: Sequence[HopProgress],
     numbers: Sequence[int],
     now: float,
     window: int = 1,
@@ -102,7 +79,7 @@ def next_action(
     return WaitUntil(until)
 
 
-def goes_on_alone(following: HopState, number: int, newest: int) -> bool:
+def goes_on_alone(following: HopProgress, number: int, newest: int) -> bool:
     """Whether a step that a hop has just answered goes on by itself: if it was right to wait, and only for the last
     hop, it still is, until a deadline has passed.
 
@@ -114,7 +91,7 @@ def goes_on_alone(following: HopState, number: int, newest: int) -> bool:
     return number == newest and _handed(following) >= number
 
 
-def _is_behind(hops: Sequence[HopState], numbers: Sequence[int], number: int) -> bool:
+def _is_behind(hops: Sequence[HopProgress], numbers: Sequence[int], number: int) -> bool:
     """Whether a server whose cache was refilled still lacks a step before `number`.
 
     Then that step must not set out: it would be pushed there and refused, and that ends the pushes to this server.
@@ -123,12 +100,12 @@ def _is_behind(hops: Sequence[HopState], numbers: Sequence[int], number: int) ->
     return any(hop.replied < min(hop.catch_up_to, before) for hop in hops[1:])
 
 
-def _handed(hop: HopState) -> int:
+def _handed(hop: HopProgress) -> int:
     """The last step that a hop was handed."""
     return max(hop.replied, hop.delivered, hop.pushed)
 
 
-def _next_at(index: int, hop: HopState, numbers: Sequence[int], now: float, window: int) -> Action:
+def _next_at(index: int, hop: HopProgress, numbers: Sequence[int], now: float, window: int) -> Action:
     """The next action at one hop that works."""
     replied, handed = hop.replied, _handed(hop)
     under_way: list[int] = []

@@ -37,13 +37,15 @@ import asyncio
 import enum
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 
-from swarm.client.hops.hop_progress import HopProgress
-from swarm.client.hops.input_history import InputHistory, Step
+from swarm.client.hops.input_history import Step
 from swarm.common.large_payloads import MAX_INLINE_BYTES
 from swarm.errors import NotFiniteOutputs, ProtocolViolation
 from swarm.protocol.input_checksum import input_checksum
+
+if TYPE_CHECKING:
+    from swarm.client.hops.hop_session import HopSession
 
 
 class Verdict(enum.Enum):
@@ -128,15 +130,6 @@ class InputClaims:
         return self._checksums.pop(step.number).result() if task.done() else None
 
 
-class ClaimingHop(Protocol):
-    """What counts of a hop here; see `swarm.client.hops.hop_session.HopSession`."""
-
-    claims: InputClaims
-    progress: HopProgress
-    history: InputHistory
-    misled: bool
-
-
 @dataclass(frozen=True, slots=True)
 class Finding:
     """An answer that is not right.
@@ -152,7 +145,7 @@ class Finding:
     claim: Claim
 
 
-def first_finding(hops: Sequence[ClaimingHop]) -> Finding | None:
+def first_finding(hops: Sequence[HopSession]) -> Finding | None:
     """Compare what can be compared by now; the first answer that is not right. Claims that are right are settled.
 
     Args:
@@ -178,7 +171,7 @@ def first_finding(hops: Sequence[ClaimingHop]) -> Finding | None:
     return None
 
 
-def checked_up_to(hop: ClaimingHop) -> int:
+def checked_up_to(hop: HopSession) -> int:
     """Number of the last step whose input and all before were compared, if the hop was refilled, or there is nothing to
     compare."""
     claims = hop.claims.open

@@ -173,7 +173,7 @@ class HopSession:
         return reply.next_step
 
     async def link(self, before: HopSession | None, after: HopSession | None, rows: int = 1) -> None:
-        """Tell the server which one may push steps of so many rows to it, and which it pushes to; None for neither."""
+        """Tell the server which one may push steps of `rows` rows to it, and which it pushes to (None: no server)."""
         self.progress.on_linked(pushes_onward=after is not None)
         self.claims.was_open = self.claims.was_open or before is not None
         self._neighbors = messages.SetNeighbors(

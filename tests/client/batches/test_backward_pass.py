@@ -14,11 +14,11 @@ from swarm.client.batches.passes import ForwardTrace, MicroBatch, PassContext, b
 from swarm.client.wire.adapter_upload import pack_adapter
 from swarm.client.wire.packed_hidden import PackedHidden
 from swarm.data_structures import Hop, Route, Span, StepLayout, WireFormat
-from swarm.errors import AdapterRefused, MissingBlocks, NotFinite, TooLong, UnknownAdapter
+from swarm.errors import NotFinite
 from swarm.models.adapters.block_adapter import BlockAdapterWeights, LoraFactors
 from swarm.models.execution.gradients import forward_with_graph
 from swarm.protocol import messages
-from swarm.protocol.compression import encode_tensor
+from swarm.protocol.compression import decode_tensor, encode_tensor
 from tests import virtual_time
 from tests.client.chains import BLOCKS, HIDDEN, Swarm
 
@@ -71,6 +71,19 @@ class Batch:
 
     async def forward(self) -> list[ForwardTrace]:
         return await forward_batches(self.work(), Span(0, BLOCKS), self.batches)
+
+    async def compute(self) -> None:
+        """A forward pass of which nothing is kept but the outputs, which are compared."""
+        context = PassContext(self.requester, self.swarm.planner, self.packed, keep_inputs=False)
+        try:
+            traces = await forward_batches(context, Span(0, BLOCKS), self.batches)
+        finally:
+            self.requester.close()
+        for trace, batch, hidden in zip(traces, self.batches, self.hidden, strict=True):
+            assert not trace.hop_inputs
+            result = trace.outputs
+            found = decode_tensor(result.payload, result.tokens, HIDDEN, result.wire, result.dtype, torch.device("cpu"))
+            close(found, forward_with_graph(self.swarm.model, hidden.detach(), batch.layout, self.parts))
 
     async def backward(self, traces: list[ForwardTrace]) -> None:
         """Go back and compare."""
@@ -136,16 +149,6 @@ def test_gradients_return_by_the_same_route(span_model, parts):
     play(span_model, act, parts)
 
 
-def test_a_graph_can_be_walked_backward_again(span_model):
-    async def act(swarm, batch):
-        batch.add((5, 3), "a", "b")
-        traces = await batch.forward()
-        for _ in range(3):
-            await batch.backward(traces)
-
-    play(span_model, act)
-
-
 def test_blocks_before_the_first_that_is_trained_are_left_alone(span_model):
     async def act(swarm, batch):
         batch.add((5, 3), "a", "b")
@@ -193,7 +196,7 @@ FAULTS: dict[str, Callable[[Swarm, str], object]] = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.parametrize("name", ["a", "b"])
+@pytest.mark.parametrize("name", ["b"])
 def test_a_server_that_fails_between_the_passes_is_replaced(span_model, name, fault):
     """Only what it had is redone: the other servers compute each micro-batch once."""
 
@@ -208,21 +211,6 @@ def test_a_server_that_fails_between_the_passes_is_replaced(span_model, name, fa
         asked = {other: server.count(BACKWARD) for other, server in swarm.servers.items()}
         asked.pop(name)
         assert asked == {other: 2 if other == name + "2" else 1 for other in asked}
-
-    play(span_model, act)
-
-
-@pytest.mark.parametrize("name", ["a", "b"])
-def test_a_server_that_is_killed_while_it_computes_gradients(span_model, name):
-    async def act(swarm, batch):
-        for _ in range(4):
-            batch.add((4,), "a", "b")
-        traces = await batch.forward()
-        swarm.servers[name].runtime._seconds = 0.5
-        asyncio.get_running_loop().call_later(1.2, swarm.kill, name)  # two or three are done
-        await batch.backward(traces)
-        assert [peer for peer, _ in swarm.planner.failures] == [name]
-        assert swarm.servers[name + "2"].count(BACKWARD) in (2, 3)
 
     play(span_model, act)
 
@@ -257,23 +245,6 @@ def test_a_replacement_may_have_other_spans(span_model):
     play(span_model, act)
 
 
-def test_a_replacement_that_fails_as_well(span_model):
-    async def act(swarm, batch):
-        batch.add((5, 3), "a", "b")
-        traces = await batch.forward()
-        swarm.kill("b")
-        swarm.servers["b2"].tamper = spoiled
-        await swarm.add("c", 3, 5)
-        await swarm.add("d", 5, 6)
-        swarm.servers["c"].tamper = lambda message, payload: (
-            spoiled(message, payload) if isinstance(message, messages.BackwardReply) else (message, payload)
-        )
-        await swarm.add("e", 3, 5)
-        await batch.backward(traces)
-
-    play(span_model, act)
-
-
 def test_a_server_that_has_forgotten_the_adapter_gets_it_again(span_model):
     async def act(swarm, batch):
         batch.add((5, 3), "a", "b")
@@ -282,60 +253,6 @@ def test_a_server_that_has_forgotten_the_adapter_gets_it_again(span_model):
         assert swarm.planner.failures == []
 
     play(span_model, act)
-
-
-def test_a_server_that_loses_every_adapter_is_replaced(span_model):
-    async def act(swarm, batch):
-        batch.add((5, 3), "a", "b")
-        refused = messages.refusal(UnknownAdapter("never heard of it"))
-        traces = await batch.forward()
-        swarm.servers["b"].tamper = lambda message, payload: (
-            (refused, b"") if isinstance(message, messages.BackwardReply) else (message, payload)
-        )
-        await batch.backward(traces)
-        assert [peer for peer, _ in swarm.planner.failures] == ["b"]
-
-    play(span_model, act)
-
-
-def test_a_refusal_that_two_servers_agree_on_is_raised(span_model):
-    error = TooLong("too long")
-
-    async def act(swarm, batch):
-        batch.add((5, 3), "a", "b")
-        traces = await batch.forward()
-        for name in ("b", "b2"):
-            swarm.servers[name].tamper = lambda message, payload: (messages.refusal(error), b"")
-        with pytest.raises(type(error), match="refused: too"):
-            await batch.backward(traces)
-        assert swarm.planner.failures == []
-
-    play(span_model, act)
-
-
-def test_a_refusal_by_one_server_alone_is_computed_by_another(span_model):
-    error = AdapterRefused("too large")
-
-    async def act(swarm, batch):
-        batch.add((5, 3), "a", "b")
-        traces = await batch.forward()
-        swarm.servers["b"].tamper = lambda message, payload: (messages.refusal(error), b"")
-        await batch.backward(traces)
-        assert [(peer, type(error)) for peer, error in swarm.planner.failures] == [("b", type(error))]
-
-    play(span_model, act)
-
-
-def test_missing_blocks_are_named(span_model):
-    async def act(swarm, batch):
-        batch.add((5, 3), "a", "b")
-        traces = await batch.forward()
-        swarm.kill("b")
-        swarm.kill("b2")
-        with pytest.raises(MissingBlocks, match="blocks 3:6"):
-            await batch.backward(traces)
-
-    play(span_model, act, missing_blocks_timeout=60.0)
 
 
 def test_nan_is_not_sent(span_model):

@@ -10,67 +10,25 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from swarm.client.batches.hop_requests import HopRequester
-from swarm.client.batches.passes import MicroBatch, PassContext, forward_batches, split_into_micro_batches
+from swarm.client.batches.passes import split_into_micro_batches
 from swarm.client.chain.prompt_chunks import MAX_CHUNK_TOKENS
-from swarm.client.wire.packed_hidden import PackedHidden
-from swarm.data_structures import Hop, Route, ServerInfo, Span, StepLayout, WireFormat
+from swarm.data_structures import ServerInfo
 from swarm.errors import AdapterRefused, MemoryFull, MissingBlocks, NotFiniteOutputs, SuspectOutputs, TooLong
 from swarm.protocol import messages
-from swarm.protocol.compression import decode_tensor, encode_tensor
 from tests import virtual_time
-from tests.client.chains import BLOCKS, CLIENT, TOLERANCE, Swarm
-from tests.client.chains import HIDDEN as WIDTH
+from tests.client.batches.test_backward_pass import SERVERS, Batch
+from tests.client.chains import CLIENT, Swarm
 from tests.infos import server_info
-
-SERVERS = {"a": (0, 3), "b": (3, 6), "a2": (0, 3), "b2": (3, 6)}
-
-
-class Batch:
-    """Portions of a batch, and their outputs by the undisturbed model."""
-
-    def __init__(self, swarm: Swarm) -> None:
-        self.swarm = swarm
-        self.batches: list[MicroBatch] = []
-        self.expected: list[torch.Tensor] = []
-
-    def add(self, tokens: int, *names: str) -> None:
-        """A sequence that should go by these servers."""
-        hidden = torch.randn(tokens, WIDTH, generator=torch.Generator().manual_seed(tokens))
-        packed = PackedHidden(encode_tensor(hidden, WireFormat.NONE), tokens, WIDTH, WireFormat.NONE, "float32")
-        infos = [self.swarm.announced[name] for name in names]
-        self.batches.append(
-            MicroBatch(packed, StepLayout((0,), (tokens,)), Route(tuple(Hop(info, info.span) for info in infos)))
-        )
-        self.expected.append(self.swarm.model.forward(hidden.unsqueeze(0))[0])
-
-    async def run(self) -> None:
-        swarm = self.swarm
-        requester = HopRequester(swarm.network, swarm.manner)
-        try:
-            traces = await forward_batches(
-                PassContext(requester, swarm.planner, keep_inputs=False), Span(0, BLOCKS), self.batches
-            )
-            assert not any(trace.hop_inputs for trace in traces)
-        finally:
-            requester.close()
-        for trace, expected in zip(traces, self.expected, strict=True):
-            result = trace.outputs
-            outputs = decode_tensor(
-                result.payload, result.tokens, WIDTH, result.wire, result.dtype, torch.device("cpu")
-            )
-            torch.testing.assert_close(outputs, expected, rtol=0, atol=TOLERANCE * float(expected.abs().max()))
 
 
 def play(span_model: Any, act: Any, **options: Any) -> None:
     async def scenario() -> None:
         swarm = Swarm(span_model, SERVERS, **options)
         await swarm.start()
-        await act(swarm, Batch(swarm))
+        await act(swarm, Batch(swarm, {}))
         await asyncio.sleep(1)
         assert all(server.sessions.free == server.sessions.capacity for server in swarm.servers.values())
 
@@ -83,10 +41,10 @@ def now() -> float:
 
 def test_micro_batches_run_at_once_and_return_in_order(span_model):
     async def act(swarm, batch):
-        batch.add(5, "a", "b")
-        batch.add(3, "a2", "b2")
-        batch.add(2, "a2", "b")
-        await batch.run()
+        batch.add((5,), "a", "b")
+        batch.add((3,), "a2", "b2")
+        batch.add((2,), "a2", "b")
+        await batch.compute()
         assert now() == pytest.approx(2 * (4 * 0.01 + 0.5))  # connecting is a round trip, too
         assert [server.count(messages.ForwardRequest) for server in swarm.servers.values()] == [1, 2, 2, 1]
 
@@ -103,9 +61,9 @@ def test_a_server_that_fails_is_replaced_from_its_first_block_on(span_model, nam
             swarm.hub.hang(name)
         else:
             swarm.servers[name].tamper = lambda message, payload: (message, b"\xff" * len(payload))
-        batch.add(5, "a", "b")
-        batch.add(4, "a2", "b2")
-        await batch.run()
+        batch.add((5,), "a", "b")
+        batch.add((4,), "a2", "b2")
+        await batch.compute()
         assert [peer for peer, _ in swarm.planner.failures] == [name]
         others = {other: server.count(messages.ForwardRequest) for other, server in swarm.servers.items()}
         others.pop(name)
@@ -139,13 +97,13 @@ def test_a_server_from_whose_outputs_others_compute_nan_is_replaced(span_model, 
             del swarm.announced["a2"]
         for name in ("b", "b2"):
             swarm.servers[name].tamper = suffer
-        batch.add(5, "a", "b")
+        batch.add((5,), "a", "b")
         if replacement:
-            await batch.run()
+            await batch.compute()
             assert [(peer, type(error)) for peer, error in swarm.planner.failures] == [("a", SuspectOutputs)]
         else:
             with pytest.raises(NotFiniteOutputs, match="computed NaN or infinity in float32"):
-                await batch.run()
+                await batch.compute()
             assert swarm.planner.failures == []
         assert [swarm.servers[name].count(messages.ForwardRequest) for name in ("b", "b2")] == [1 + replacement, 1]
 
@@ -156,9 +114,9 @@ def test_inputs_from_which_all_servers_compute_nan_are_not_retried_forever(span_
     async def act(swarm, batch):
         for server in swarm.servers.values():
             server.tamper = lambda message, payload: (message, b"\xff" * len(payload))
-        batch.add(5, "a", "b")
+        batch.add((5,), "a", "b")
         with pytest.raises(NotFiniteOutputs, match="computed NaN or infinity in float32"):
-            await batch.run()
+            await batch.compute()
         assert swarm.planner.failures == []
         assert sum(server.count(messages.ForwardRequest) for server in swarm.servers.values()) == 2
 
@@ -171,8 +129,8 @@ def test_a_replacement_may_have_another_span(span_model):
         swarm.kill("b2")
         await swarm.add("c", 2, 5)
         await swarm.add("d", 4, 6)
-        batch.add(5, "a", "b")
-        await batch.run()
+        batch.add((5,), "a", "b")
+        await batch.compute()
         assert swarm.servers["a"].count(messages.ForwardRequest) == 1
 
     play(span_model, act)
@@ -185,9 +143,9 @@ def test_a_slow_server_is_waited_for_once(span_model):
         swarm.servers["b"].runtime._seconds = 1000.0
         swarm.servers["a2"].runtime._seconds = 5.0
         swarm.announced["a2"] = replace(swarm.announced["a2"], throughput=1.0)
-        batch.add(5, "a", "b")
-        batch.add(4, "a2", "b")
-        await batch.run()
+        batch.add((5,), "a", "b")
+        batch.add((4,), "a2", "b")
+        await batch.compute()
         assert swarm.servers["b"].count(messages.ForwardRequest) == 1
         assert [peer for peer, _ in swarm.planner.failures] == ["b"]
         assert now() < 10
@@ -199,10 +157,10 @@ def test_missing_blocks_are_named(span_model):
     async def act(swarm, batch):
         swarm.kill("b")
         swarm.kill("b2")
-        batch.add(5, "a", "b")
-        batch.add(4, "a2", "b2")
+        batch.add((5,), "a", "b")
+        batch.add((4,), "a2", "b2")
         with pytest.raises(MissingBlocks, match="blocks 3:6"):
-            await batch.run()
+            await batch.compute()
 
     play(span_model, act, missing_blocks_timeout=60.0)
 
@@ -213,10 +171,10 @@ def test_an_agreed_refusal_is_raised_and_cancels_the_rest(span_model):
         refused = messages.refusal(TooLong("too long"))
         for name in ("a", "a2"):
             swarm.servers[name].tamper = lambda message, payload: (refused, b"")
-        batch.add(5, "a", "b")
-        batch.add(4, "a2", "b2")
+        batch.add((5,), "a", "b")
+        batch.add((4,), "a2", "b2")
         with pytest.raises(TooLong, match=re.escape("(blocks 0:3) refused: too long")):
-            await batch.run()
+            await batch.compute()
         assert now() < 1
         assert swarm.planner.failures == []
         await asyncio.sleep(3)
@@ -230,9 +188,9 @@ def test_a_refusal_by_one_server_alone_is_computed_by_another(span_model):
 
     async def act(swarm, batch):
         swarm.servers["a"].tamper = lambda message, payload: (messages.refusal(error), b"")
-        batch.add(5, "a", "b")
-        batch.add(4, "a", "b")
-        await batch.run()
+        batch.add((5,), "a", "b")
+        batch.add((4,), "a", "b")
+        await batch.compute()
         assert {(peer, type(error)) for peer, error in swarm.planner.failures} == {("a", type(error))}
 
     play(span_model, act)
@@ -241,11 +199,11 @@ def test_a_refusal_by_one_server_alone_is_computed_by_another(span_model):
 @pytest.mark.parametrize("others", [True, False], ids=["others can", "nobody can"])
 def test_a_server_whose_memory_is_too_small_is_left_for_another_one(span_model, others):
     async def act(swarm, batch):
-        batch.add(5, "a", "b")
+        batch.add((5,), "a", "b")
         for name in ["a"] if others else ["a", "a2"]:
             swarm.servers[name].tamper = lambda message, payload: (messages.refusal(MemoryFull("half of it")), b"")
         with nullcontext() if others else pytest.raises(MemoryFull, match="half of it"):
-            await batch.run()
+            await batch.compute()
 
     play(span_model, act, missing_blocks_timeout=0.0)
 
@@ -253,9 +211,9 @@ def test_a_server_whose_memory_is_too_small_is_left_for_another_one(span_model, 
 def test_an_interrupted_batch_leaves_nothing_behind(span_model):
     async def act(swarm, batch):
         sent = []
-        batch.add(5, "a", "b")
-        batch.add(4, "a2", "b2")
-        work = asyncio.ensure_future(batch.run())
+        batch.add((5,), "a", "b")
+        batch.add((4,), "a2", "b2")
+        work = asyncio.ensure_future(batch.compute())
         await asyncio.sleep(0.035)
         work.cancel()
         await asyncio.wait({work})

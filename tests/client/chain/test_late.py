@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 import pytest
 from hypothesis import given
@@ -31,43 +30,10 @@ from swarm.data_structures import StepLayout
 from swarm.errors import PeerLost
 from swarm.protocol import messages
 from tests import virtual_time
-from tests.client.chains import Conversation, Swarm
+from tests.client.chains import NAMES, TWICE, Conversation, Swarm, disturb, now
 
-TWICE = {"a": (0, 2), "b": (2, 4), "c": (4, 6), "a2": (0, 2), "b2": (2, 4), "c2": (4, 6)}
-NAMES = ["a", "b", "c"]
-
-
-def now() -> float:
-    return asyncio.get_running_loop().time()
-
-
-def run(
-    span_model: Any,
-    act: Callable[..., Awaitable[None]],
-    servers: dict[str, tuple[int, int]] = TWICE,
-    **options: Any,
-) -> None:
-    """Let `act(swarm, talk)` disturb a session of which it is known how long its steps take."""
-
-    async def scenario() -> None:
-        swarm = Swarm(span_model, servers, **options)
-        await swarm.start()
-        talk = await swarm.chain()
-        await talk.append(3, 5)
-        for _ in range(10):
-            await talk.append(1, 1)
-        assert swarm.planner.overtaken == []
-        await act(swarm, talk)
-        swarm.on_message = lambda source, target, message: False
-        await talk.append(1, 1)
-        await talk.step(StepLayout((2, 3), (1, 1), (1, 0)))
-        await talk.chain.close()
-        await asyncio.sleep(5)
-        for name, server in swarm.servers.items():
-            if name not in swarm.hub._hanging | swarm.killed:
-                assert len(server.sessions) == 0, name
-
-    virtual_time.run(scenario)
+run = partial(disturb, measured=10)
+"""Disturbs a session of which it is known how long its steps take."""
 
 
 async def slow_for(swarm: Swarm, name: str, seconds: float) -> None:
@@ -79,7 +45,7 @@ def count(swarm: Swarm, kind: type) -> int:
     return sum(isinstance(event, kind) for event in swarm.events)
 
 
-@pytest.mark.parametrize(("name", "push"), [("a", True), ("b", False), ("c", True)])
+@pytest.mark.parametrize(("name", "push"), [("b", False), ("c", True)])
 def test_the_late_one_may_be_first_and_stays(span_model, name, push):
     """It is late by a little more than what asking costs; the others are slower still."""
 
@@ -96,7 +62,7 @@ def test_the_late_one_may_be_first_and_stays(span_model, name, push):
     run(span_model, act, push=push)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ["b"])
 def test_one_that_answers_in_the_end_was_slow_and_is_not_reported(span_model, name):
     async def act(swarm, talk):
         await slow_for(swarm, name, 1.9)
@@ -113,7 +79,7 @@ def test_one_that_answers_in_the_end_was_slow_and_is_not_reported(span_model, na
     run(span_model, act)
 
 
-@pytest.mark.parametrize(("name", "push"), [("a", True), ("b", False), ("c", True)])
+@pytest.mark.parametrize(("name", "push"), [("a", True), ("b", False)])
 def test_a_prompt_at_a_server_that_hangs(span_model, name, push):
     async def act(swarm, talk):
         await talk.prefill((1, 2), (2, 1), (1, 2))
@@ -126,7 +92,7 @@ def test_a_prompt_at_a_server_that_hangs(span_model, name, push):
     run(span_model, act, push=push)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ["b"])
 def test_rows_that_are_copied_at_a_server_that_hangs(span_model, name):
     async def act(swarm, talk):
         swarm.hub.hang(name)
@@ -138,7 +104,7 @@ def test_rows_that_are_copied_at_a_server_that_hangs(span_model, name):
     run(span_model, act)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ["a", "c"])
 def test_steps_that_are_under_way_at_a_server_that_hangs(span_model, name):
     async def act(swarm, talk):
         swarm.hub.hang(name)
@@ -154,17 +120,6 @@ def test_steps_that_are_under_way_at_a_server_that_hangs(span_model, name):
         assert set(swarm.planner.overtaken) == {name}
 
     run(span_model, act)
-
-
-def test_others_may_be_cut_differently(span_model):
-    servers = {"a": (0, 2), "b": (2, 6), "c": (1, 4), "d": (4, 6)}
-
-    async def act(swarm, talk):
-        swarm.hub.hang("b")
-        await talk.append(1, 1)
-        assert swarm.planner.routes[-1] == "0:2@a 2:4@c 4:6@d"
-
-    run(span_model, act, servers)
 
 
 @pytest.mark.parametrize("kind", [messages.OpenSession, messages.ReplayRequest, messages.StepRequest])
@@ -198,7 +153,7 @@ def test_the_late_one_dies_while_the_others_are_asked(span_model, at):
     run(span_model, act)
 
 
-@pytest.mark.parametrize("at", [0.1, 0.25, 0.4])
+@pytest.mark.parametrize("at", [0.1, 0.3])
 @pytest.mark.parametrize("how", ["interrupt", "close"])
 def test_whatever_ends_the_step_frees_the_others(span_model, how, at):
     async def act(swarm, talk):
@@ -227,7 +182,7 @@ def test_whatever_ends_the_step_frees_the_others(span_model, how, at):
         run(span_model, act)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ["b"])
 def test_a_server_that_is_slow_all_the_time_is_left_and_new_sessions_avoid_it(span_model, name):
     async def act(swarm, talk):
         talk.chain._hops.standbys.allowance.take()  # so that it has the time to be slow

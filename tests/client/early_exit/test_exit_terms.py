@@ -81,11 +81,6 @@ def test_terms_are_such_as_a_server_accepts(thresholds, decay, position):
     ExitTerms(*(getattr(terms, name) for name in terms.__struct_fields__))
 
 
-def test_where_no_confidence_can_be_high_enough_servers_need_not_look():
-    assert exit_terms(project(), {2: 1.0, 4: 1}, 0, 10) is None
-    assert exit_terms(project(), {2: 1.0, 4: 0}, 0, 10) == ExitTerms("softmax", ((4, 0.0),), "row")
-
-
 @pytest.mark.parametrize(
     ("options", "route", "why"),
     [
@@ -128,22 +123,6 @@ def test_a_route_on_which_tokens_can_leave_between_servers_is_not_named():
     assert why_none_between(EarlyExit(threshold=1.0, decay=2.0), ROUTE) is None
 
 
-def test_a_threshold_that_no_token_passes_is_named():
-    """No confidence is above 1."""
-    for threshold in (1.0, dict.fromkeys(range(1, BLOCKS), 1.0)):
-        assert "threshold, min_block and max_block leave out" in str(
-            why_none_between(EarlyExit(threshold=threshold), ROUTE)
-        )
-
-
 def test_nothing_is_asked_unless_the_caller_wants_it():
     for options in (EarlyExit(threshold=0.0), EarlyExit(threshold=0.0, verify=False), project(1.0)):
         assert terms_for(options, ROUTE, BLOCKS, 0, 10, pytest.fail) is None
-
-
-def test_thresholds_fall_along_the_text():
-    options = project(decay=2.0)
-    seen = [terms_for(options, ROUTE, BLOCKS, at, 10, pytest.fail).thresholds[0][1] for at in range(10)]
-    assert seen == sorted(seen, reverse=True)
-    assert seen[0] == 0.5
-    assert seen[-1] < 0.47

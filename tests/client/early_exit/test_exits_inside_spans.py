@@ -173,17 +173,6 @@ def test_a_sequence_that_has_ended_is_not_waited_for():
     assert Counter(event.block for event in world.events) == {7: 2, 1: NEW - 2}
 
 
-@pytest.mark.parametrize("options", [project("row"), EarlyExit(threshold=0.0, verify=False, batch="all")])
-def test_a_sequence_that_a_stopping_criterion_has_ended_is_padded(options):
-    """No end token says so, but what is not verified stands at once."""
-    sure = {(position, row): frozenset({1}) for position in range(2, 1 + NEW) for row in range(ROWS)}
-    block = 1 if options.fill == "project" else 3
-    stop = said_at(3, 0, block)
-    texts = generate(World(sure), options, stop=stop)
-    assert texts[0] == [5, said_at(1, 0, BLOCKS), said_at(2, 0, block), stop, *[PAD] * (NEW - 3)]
-    assert texts[1][2:] == [said_at(position, 1, block) for position in range(2, 1 + NEW)]
-
-
 def test_servers_are_asked_for_no_more_than_they_offer():
     world = World({}, exits=(4,))
     generate(world, project("row", min_block=2, decay=1.0))

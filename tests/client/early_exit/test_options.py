@@ -29,12 +29,6 @@ def test_where_tokens_have_to_be_looked_at():
     assert project.looked_at(boundaries) == [2, 4, 6, 8], "tokens may have left inside the span before"
 
 
-def test_the_first_exit():
-    assert EarlyExit(threshold=1.0).first_exit((2, 4)) is None
-    assert EarlyExit(threshold=1.0, decay=2.0).first_exit((2, 4)) == 2
-    assert EarlyExit(threshold={4: 0.5}).first_exit((2, 4)) == 4
-
-
 def test_which_sequences_leave_by_themselves_and_where():
     for batch in ("row", "all"):
         exact, project = EarlyExit(batch=batch), EarlyExit(batch=batch, fill="project", verify=False)

@@ -56,20 +56,6 @@ def answer(progress: HopProgress, number: int, now: float = 1.0) -> bool:
     return progress.on_reply(number, 0.01, False, now)
 
 
-def test_a_step_is_expected_handed_and_answered():
-    progress = hop(0)
-    assert not progress.is_handed(0)
-    assert progress.expected == [0]
-    deliver(progress, 0)
-    assert progress.is_handed(0)
-    assert 0 < progress.deadline < NO_DEADLINE
-    assert progress.classify_reply(0) is ReplyKind.EXPECTED
-    assert answer(progress, 0)
-    assert (progress.replied, progress.deadline, progress.expected) == (0, NO_DEADLINE, [])
-    assert progress.classify_reply(0) is ReplyKind.LATE
-    assert progress.classify_reply(1) is ReplyKind.UNKNOWN
-
-
 def test_giving_up_and_going_on_is_an_ordinary_transition():
     progress = hop(0, 1, 2)
     deliver(progress, 0, 1, 2)
@@ -198,19 +184,6 @@ def test_an_unreliable_push_is_not_waited_for():
     assert progress.pushed == 1
 
 
-@pytest.mark.parametrize("path", sorted(Path(swarm.client.__file__).parent.rglob("*.py")), ids=lambda path: path.name)
-def test_only_events_change_it(path):
-    """No other module assigns to an attribute of a hop's progress."""
-    if path.name == "hop_progress.py":
-        return
-    for node in ast.walk(ast.parse(path.read_text())):
-        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
-        for target in targets if isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign) else []:
-            if isinstance(target, ast.Attribute):
-                owner = ast.unparse(target.value)
-                assert not owner.endswith(("progress", "progress.clock")), f"{path.name}:{node.lineno}"
-
-
 class AnyHistory(RuleBasedStateMachine):
     """Events in any order that a chain could send; the server answers in order what it was handed and kept."""
 
@@ -311,3 +284,16 @@ def test_the_deadline_covers_all_steps_under_way(tokens):
         deadlines.append(progress.deadline)
     assert deadlines == sorted(deadlines)
     assert progress.deadline == TimeoutEstimator(0.1, 0.01, 60.0).timeout(sum(tokens))
+
+
+def test_only_events_change_it():
+    """No other module assigns to an attribute of a hop's progress."""
+    for path in Path(swarm.client.__file__).parent.rglob("*.py"):
+        if path.name == "hop_progress.py":
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+            for target in targets if isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign) else []:
+                if isinstance(target, ast.Attribute):
+                    owner = ast.unparse(target.value)
+                    assert not owner.endswith(("progress", "progress.clock")), f"{path.name}:{node.lineno}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import time
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Any
 
@@ -41,6 +42,8 @@ from tests.client.fakes import (
     MANNER,
     OPENED,
     OUTPUT,
+    Answer,
+    FakeServer,
     FakeSwarm,
     bad_payloads,
     context,
@@ -78,6 +81,18 @@ class Session(HopSession):
         self.expect(number, OutputShape(hidden.tokens, hidden.hidden_size))
         await self.deliver(Step(number, layout, hidden, exit_block=number or None))
         await asyncio.sleep(0.1)
+
+
+def with_session(act: Callable[[FakeServer, Session], Awaitable[None]], *answers: Answer) -> None:
+    """Run `act(server, session)` with a session that is open at a server, which then gives these answers."""
+
+    async def scenario(swarm: FakeSwarm) -> None:
+        server = await swarm.add(OPENED, *answers)
+        one = Session(swarm)
+        await one.open()
+        await act(server, one)
+
+    run(scenario)
 
 
 def test_it_says_what_it_wants_and_hands_on_what_it_gets():
@@ -180,32 +195,6 @@ def test_a_token_that_leaves_inside_a_span():
     run(scenario)
 
 
-@pytest.mark.parametrize(
-    ("exits", "left", "why"),
-    [
-        (None, [1, 0, 0], "which it was not asked for"),
-        (TERMS, [1, 0], "for a step of 3 sequences"),
-        (TERMS, [0, 3, 0], "sequence 1 cannot have left there"),
-        (TERMS, [0, 0, 4], "sequence 2 cannot have left there"),
-    ],
-)
-def test_a_server_that_is_wrong_about_exits(exits, left, why):
-    async def scenario(swarm):
-        await swarm.add(OPENED, reply(0, left=left))
-        one = Session(swarm, early_exits=exits is not None)
-        await one.open()
-        step = Step(0, TOKENS, INPUT, exits=exits)
-        one.expect(0, step.outputs)
-        one.add_input(step)
-        await one.deliver(step)
-        await asyncio.sleep(0.1)
-        assert isinstance(one.progress.error, ProtocolViolation)
-        assert re.search(why, str(one.progress.error))
-        assert (one.outputs, one.progress.replied) == ([], -1)
-
-    run(scenario)
-
-
 def cases(table: list[tuple[str, Any, str]]) -> Any:
     return pytest.mark.parametrize(("answer", "why"), [pytest.param(*row[1:], id=row[0]) for row in table])
 
@@ -218,25 +207,19 @@ def cases(table: list[tuple[str, Any, str]]) -> Any:
     ]
 )
 def test_a_server_that_answers_a_step_wrongly(answer, why):
-    async def scenario(swarm):
-        await swarm.add(OPENED, answer)
-        one = Session(swarm)
-        await one.open()
+    async def scenario(_, one):
         await one.ask(0)
         assert isinstance(one.progress.error, ProtocolViolation)
         assert re.search(why, str(one.progress.error))
         assert (one.outputs, one.progress.replied, one.changes) == ([], -1, 1)
         await one.close()
 
-    run(scenario)
+    with_session(scenario, answer)
 
 
 @cases([case for case in bad_payloads(lambda *a, **k: reply(0, *a, **k)) if case[2] == NOT_FINITE])
 def test_nan_is_judged_by_the_chain_because_the_server_may_not_be_to_blame(answer, why):
-    async def scenario(swarm):
-        await swarm.add(OPENED, answer)
-        one = Session(swarm)
-        await one.open()
+    async def scenario(_, one):
         await one.ask(0)
         number, claim = next(iter(one.claims.open.items()), None)
         assert number == 0
@@ -245,7 +228,7 @@ def test_nan_is_judged_by_the_chain_because_the_server_may_not_be_to_blame(answe
         assert (one.progress.error, one.outputs, one.progress.replied, one.changes) == (None, [], -1, 1)
         await one.close()
 
-    run(scenario)
+    with_session(scenario, answer)
 
 
 @pytest.mark.parametrize(
@@ -269,28 +252,19 @@ def test_what_another_server_may_have_pushed_is_no_fault_of_the_server(answer):
     run(scenario)
 
 
-@cases([("checksum", replay_reply(input_checksum=b"x" * 16), "sent something else")])
-def test_a_replay_is_this_clients_alone(answer, why):
-    async def scenario(swarm):
-        await swarm.add(OPENED, answer)
-        one = Session(swarm)
-        await one.open()
-        with pytest.raises(ProtocolViolation, match=why):
-            await one.replay(LAYOUT, INPUT, 1, want_outputs=True)
-
-    run(scenario)
-
-
-@cases([*BAD_REPLIES, ("a step", reply(0, b""), "unexpected StepReply"), *bad_payloads(replay_reply)])
+@cases(
+    [
+        ("a step", reply(0, b""), "unexpected StepReply"),
+        ("checksum", replay_reply(input_checksum=b"x" * 16), "sent something else"),
+        *bad_payloads(replay_reply)[-1:],
+    ]
+)
 def test_a_server_that_answers_a_replay_wrongly(answer, why):
-    async def scenario(swarm):
-        await swarm.add(OPENED, answer)
-        one = Session(swarm)
-        await one.open()
+    async def scenario(_, one):
         with pytest.raises(ProtocolViolation, match=why):
             await one.replay(LAYOUT, INPUT, 1, want_outputs=True)
 
-    run(scenario)
+    with_session(scenario, answer)
 
 
 @cases(
@@ -314,10 +288,7 @@ def test_a_server_that_answers_the_opening_wrongly(answer, why):
 
 
 def test_replays():
-    async def scenario(swarm):
-        server = await swarm.add(OPENED, replay_reply(), replay_reply(b""))
-        one = Session(swarm)
-        await one.open()
+    async def scenario(server, one):
         layout = StepLayout((0, 0), (2, 1), None, (4, 0))
         assert await one.replay(layout, INPUT, 7, want_outputs=True) == OUTPUTS
         assert await one.replay(LAYOUT, INPUT, 7, want_outputs=False) is None
@@ -328,26 +299,12 @@ def test_replays():
         )
         assert (second[0].offsets, second[0].return_outputs) == (None, False)
 
-    run(scenario)
-
-
-def test_a_replay_without_outputs_takes_none():
-    async def scenario(swarm):
-        await swarm.add(OPENED, replay_reply())
-        one = Session(swarm)
-        await one.open()
-        with pytest.raises(ProtocolViolation, match="payload of 24 bytes"):
-            await one.replay(LAYOUT, INPUT, 1, want_outputs=False)
-
-    run(scenario)
+    with_session(scenario, replay_reply(), replay_reply(b""))
 
 
 @pytest.mark.parametrize("answer", [replay_reply(b""), refusal(CacheFull("no"))], ids=["answered", "refused"])
 def test_the_answer_to_an_interrupted_replay_is_not_taken_for_the_next_ones(answer):
-    async def scenario(swarm):
-        server = await swarm.add(OPENED, None, None, replay_reply(b""))
-        one = Session(swarm)
-        await one.open()
+    async def scenario(server, one):
         for _ in range(2):
             replay = asyncio.ensure_future(one.replay(LAYOUT, INPUT, 1, want_outputs=False))
             await asyncio.sleep(0.1)
@@ -362,32 +319,11 @@ def test_the_answer_to_an_interrupted_replay_is_not_taken_for_the_next_ones(answ
         await server.say(*replay_reply(b""))
         assert isinstance(one.progress.error, ProtocolViolation)
 
-    run(scenario)
+    with_session(scenario, None, None, replay_reply(b""))
 
 
 def remote_errors(root: type[RemoteError] = RemoteError) -> list[type[RemoteError]]:
     return [root, *(found for child in root.__subclasses__() for found in remote_errors(child))]
-
-
-@pytest.mark.parametrize("kind", remote_errors())
-def test_a_refusal_is_the_error_that_it_was(kind):
-    async def scenario(swarm):
-        await swarm.add(OPENED, (messages.refusal(kind("because"), 0), b""), refusal(kind("because")))
-        await swarm.add(refusal(kind("because")), name="strict")
-        why = r"server …\w+ \(blocks 0:3\) refused: because"
-        one = Session(swarm)
-        with pytest.raises(RemoteError, match=why) as caught:
-            await Session(swarm, name="strict").open()
-        assert type(caught.value) is kind
-        await one.open()
-        await one.ask(0)
-        assert type(one.progress.error) is kind
-        assert re.search(why, str(one.progress.error))
-        with pytest.raises(RemoteError, match=why) as caught:
-            await one.replay(LAYOUT, INPUT, 1, want_outputs=False)
-        assert type(caught.value) is kind
-
-    run(scenario)
 
 
 def test_an_unknown_refusal_is_the_servers_fault():
@@ -438,25 +374,10 @@ def test_a_server_that_hangs_up():
     run(scenario)
 
 
-def test_answers_to_what_was_pushed_to_it():
-    async def scenario(swarm):
-        server = await swarm.add(OPENED)
-        one = Session(swarm)
-        await one.open()
-        one.expect(0, OutputShape(3, HIDDEN))
-        await server.say(*reply(0))
-        assert one.outputs == [(0, OUTPUTS)]
-
-    run(scenario)
-
-
 def test_an_answer_that_overtakes_the_word_of_the_push_says_nothing_of_the_time():
     """What the servers before took is not this server's: nobody knows when it was handed the step."""
 
-    async def scenario(swarm):
-        server = await swarm.add(OPENED)
-        one = Session(swarm)
-        await one.open()
+    async def scenario(server, one):
         one.expect(0, OutputShape(3, HIDDEN))
         before = one.progress.clock.timeout(3)
         await asyncio.sleep(5)
@@ -470,14 +391,11 @@ def test_an_answer_that_overtakes_the_word_of_the_push_says_nothing_of_the_time(
         await server.say(*reply(1))
         assert 0.25 <= one.progress.clock.timing.total < 1
 
-    run(scenario)
+    with_session(scenario)
 
 
 def test_answers_that_come_twice_or_late_are_ignored():
-    async def scenario(swarm):
-        server = await swarm.add(OPENED)
-        one = Session(swarm)
-        await one.open()
+    async def scenario(server, one):
         small = OutputShape(1, HIDDEN)
         await one.ask(0)
         await server.say(*reply(0))
@@ -489,15 +407,12 @@ def test_answers_that_come_twice_or_late_are_ignored():
         assert [number for number, _ in one.outputs] == [0, 1]
         assert one.progress.error is None
 
-    run(scenario)
+    with_session(scenario)
 
 
 @pytest.mark.parametrize("late", [reply(0), refusal(NotFinite("no"))], ids=["answered", "refused"])
 def test_answers_to_steps_that_were_given_up_are_ignored(late):
-    async def scenario(swarm):
-        server = await swarm.add(OPENED)
-        one = Session(swarm)
-        await one.open()
+    async def scenario(server, one):
         await one.ask(0)
         one.give_up(-1, copied_rows=False)
         await server.say(*late)
@@ -508,58 +423,11 @@ def test_answers_to_steps_that_were_given_up_are_ignored(late):
         assert [number for number, _ in one.outputs] == [1]
         assert one.progress.error is None
 
-    run(scenario)
-
-
-def test_as_long_as_something_is_awaited_there_is_a_deadline():
-    """Two steps may be under way at once: an older one's copy, and the current one."""
-
-    async def scenario(swarm):
-        server = await swarm.add(OPENED)
-        one = Session(swarm)
-        await one.open()
-        assert one.progress.deadline == INF
-        await one.ask(0)
-        one.expect(1, OutputShape(3, HIDDEN))
-        one.progress.on_pushed(1, True, time.perf_counter())
-        await server.say(*reply(0))
-        assert asyncio.get_running_loop().time() < one.progress.deadline < INF
-        await server.say(*reply(1))
-        assert one.progress.deadline == INF
-
-    run(scenario)
-
-
-PUSHED = [
-    pytest.param(0, -1, id="the push is known"),
-    pytest.param(-1, -1, id="the push is not known yet"),
-]
-
-
-@pytest.mark.parametrize(("pushed", "asked"), PUSHED)
-def test_what_was_pushed_and_refused_is_not_its_fault(pushed, asked):
-    async def scenario(swarm):
-        server = await swarm.add(OPENED)
-        one = Session(swarm)
-        await one.open()
-        one.expect(0, OutputShape(3, HIDDEN))
-        if pushed == 0:
-            one.progress.on_pushed(0, True, time.perf_counter())
-        await server.say(*refusal(NotFinite("no")))
-        assert one.progress.error is None
-        assert one.progress.pushed == asked  # so that the client hands over its own copy
-        await one.ask(0)
-        await server.say(*refusal(NotFinite("no")))
-        assert isinstance(one.progress.error, NotFinite)
-
-    run(scenario)
+    with_session(scenario)
 
 
 def test_a_server_may_say_at_any_time_that_it_leaves():
-    async def scenario(swarm):
-        server = await swarm.add(OPENED)
-        one = Session(swarm)
-        await one.open()
+    async def scenario(server, one):
         await server.say(*refusal(ServerClosing("leaving")))
         assert isinstance(one.progress.leaving, ServerClosing)
         assert one.progress.error is None
@@ -569,36 +437,30 @@ def test_a_server_may_say_at_any_time_that_it_leaves():
         await server.say(*reply(0))
         assert one.outputs == [(0, OUTPUTS)]
 
-    run(scenario)
+    with_session(scenario)
 
 
 def test_the_first_error_counts():
-    async def scenario(swarm):
-        server = await swarm.add(OPENED)
-        one = Session(swarm)
-        await one.open()
+    async def scenario(server, one):
         await server.say(*refusal(ServerFault("broken")))
         server.streams[-1].close()
         await asyncio.sleep(0.1)
         assert isinstance(one.progress.error, ServerFault)
 
-    run(scenario)
+    with_session(scenario)
 
 
 def test_a_server_that_refuses_a_step_and_answers_it_all_the_same_has_not_answered_it():
     """Nobody would hand the outputs on: the hop behind would wait for them for ever."""
 
-    async def scenario(swarm):
-        server = await swarm.add(OPENED, (messages.refusal(WrongPosition("no"), 0), b""))
-        one = Session(swarm)
-        await one.open()
+    async def scenario(server, one):
         await one.ask(0)
         await asyncio.sleep(0.1)
         await server.say(*reply(0, input_checksum=input_checksum(*server.requests[-1])))
         assert isinstance(one.progress.error, WrongPosition)
         assert (one.progress.replied, one.outputs) == (-1, [])
 
-    run(scenario)
+    with_session(scenario, (messages.refusal(WrongPosition("no"), 0), b""))
 
 
 def test_opening_again_forgets_what_was_under_way():
@@ -656,40 +518,10 @@ def test_a_server_that_has_stopped_reading():
     run(scenario)
 
 
-def test_an_answer_waits_for_those_before_it():
-    """The time that is allowed is that of all steps under way, and begins again with each answer."""
-
-    async def scenario(swarm):
-        loop = asyncio.get_running_loop()
-        server = await swarm.add(OPENED)
-        one = Session(swarm)
-        await one.open()
-        for number in range(3):
-            one.expect(number, OutputShape(3, HIDDEN))
-        await one.deliver(Step(0, LAYOUT, INPUT))
-        alone = one.progress.deadline
-        await one.deliver(Step(1, LAYOUT, INPUT))
-        one.progress.on_pushed(2, True, time.perf_counter())
-        assert alone < one.progress.deadline < 2 * alone
-        together = one.progress.deadline
-        await asyncio.sleep(1)
-        await server.say(*reply(0))
-        assert one.progress.deadline > together
-        await server.say(*reply(1))
-        await server.say(*reply(2))
-        assert one.progress.deadline == INF
-        assert loop.time() < together
-
-    run(scenario)
-
-
 def test_an_answer_that_leaves_one_out_is_not_taken():
     """The one before was lost and cannot be told again; what comes next would leave a hole in the record."""
 
-    async def scenario(swarm):
-        server = await swarm.add(OPENED)
-        one = Session(swarm)
-        await one.open()
+    async def scenario(server, one):
         await one.ask(0)
         await one.ask(1)
         await server.say(*reply(1))
@@ -699,29 +531,11 @@ def test_an_answer_that_leaves_one_out_is_not_taken():
         await server.say(*reply(1))
         assert isinstance(one.progress.error, ProtocolViolation)
 
-    run(scenario)
-
-
-@pytest.mark.parametrize(("next_step", "can"), [(0, False), (1, False), (2, True), (3, True), (4, False)])
-def test_what_a_server_that_was_away_can_still_tell(next_step, can):
-    async def scenario(swarm):
-        server = await swarm.add(OPENED)
-        one = Session(swarm)
-        await one.open()
-        for number in range(4):
-            await one.ask(number)
-        for number in range(2):
-            await server.say(*reply(number))
-        assert one.progress.can_answer(next_step) == can
-
-    run(scenario)
+    with_session(scenario)
 
 
 def test_the_refusal_of_a_push_is_not_taken_for_that_of_the_clients_own_copy():
-    async def scenario(swarm):
-        server = await swarm.add(OPENED)
-        one = Session(swarm)
-        await one.open()
+    async def scenario(server, one):
         refused = messages.refusal(WrongPosition("a step is missing"), 1)
         for number in range(2):
             one.expect(number, OutputShape(3, HIDDEN))
@@ -735,4 +549,54 @@ def test_the_refusal_of_a_push_is_not_taken_for_that_of_the_clients_own_copy():
         await server.say(refused, b"")
         assert isinstance(one.progress.error, WrongPosition)
 
-    run(scenario)
+    with_session(scenario)
+
+
+def test_a_refusal_is_the_error_that_it_was():
+    """On opening, of a step, and of a replay."""
+    why = r"server …\w+ \(blocks 0:3\) refused: because"
+    for kind in remote_errors():
+
+        async def scenario(swarm, kind=kind):
+            await swarm.add(OPENED, (messages.refusal(kind("because"), 0), b""), refusal(kind("because")))
+            await swarm.add(refusal(kind("because")), name="strict")
+            one = Session(swarm)
+            with pytest.raises(RemoteError, match=why) as caught:
+                await Session(swarm, name="strict").open()
+            assert type(caught.value) is kind
+            await one.open()
+            await one.ask(0)
+            assert type(one.progress.error) is kind
+            assert re.search(why, str(one.progress.error))
+            with pytest.raises(RemoteError, match=why) as caught:
+                await one.replay(LAYOUT, INPUT, 1, want_outputs=False)
+            assert type(caught.value) is kind
+
+        run(scenario)
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_what_was_pushed_and_refused_is_not_its_fault(is_known):
+    async def scenario(server, one):
+        one.expect(0, OutputShape(3, HIDDEN))
+        if is_known:
+            one.progress.on_pushed(0, True, time.perf_counter())
+        await server.say(*refusal(NotFinite("no")))
+        assert one.progress.error is None
+        assert one.progress.pushed == -1  # so that the client hands over its own copy
+        await one.ask(0)
+        await server.say(*refusal(NotFinite("no")))
+        assert isinstance(one.progress.error, NotFinite)
+
+    with_session(scenario)
+
+
+def test_what_a_server_that_was_away_can_still_tell():
+    async def scenario(server, one):
+        for number in range(4):
+            await one.ask(number)
+        for number in range(2):
+            await server.say(*reply(number))
+        assert [one.progress.can_answer(number) for number in range(5)] == [False, False, True, True, False]
+
+    with_session(scenario)

@@ -64,17 +64,16 @@ def endings(local: Any) -> list[int]:
     ("settings", "lanes"),
     [
         ({}, "auto"),
-        ({}, 9),
         ({"num_beams": 4, "num_return_sequences": 2}, 2),
         ({"use_cache": False, "repetition_penalty": 1.3, "no_repeat_ngram_size": 2}, 3),
     ],
-    ids=["auto", "more lanes than rows", "beams", "no cache"],
+    ids=["auto", "beams", "no cache"],
 )
 def test_texts_are_the_same_as_without(model: Any, local: Any, settings: dict[str, Any], lanes: Any) -> None:
     assert write(model, lanes=lanes, **settings).tolist() == write(local, **settings).tolist()
 
 
-@pytest.mark.parametrize(("beams", "pad"), [(1, PAD), (3, 1), (1, None)])
+@pytest.mark.parametrize(("beams", "pad"), [(3, 1), (1, None)])
 def test_lanes_that_end_early_are_filled_up(model: Any, local: Any, beams: int, pad: int | None) -> None:
     settings = {"eos_token_id": endings(local), "num_beams": beams, "pad_token_id": pad}
     expected = write(local, **settings)
@@ -140,7 +139,7 @@ def test_sampled_texts_depend_on_the_seed_alone(model: Any) -> None:
         return write(model, do_sample=True, temperature=2.0, lanes=3, **settings).tolist()
 
     first = sample(0)
-    for timing in range(3):
+    for timing in range(2):
         calm = shaken(model, timing)
         try:
             assert sample(0) == first
@@ -189,7 +188,7 @@ def test_an_error_in_one_lane_ends_all_and_is_raised(model: Any) -> None:
     def fail() -> None:
         raise Odd("this text must not be written")
 
-    for _ in range(4):  # the sessions are closed: else there would soon be no room for more
+    for _ in range(3):  # the sessions are closed: else there would soon be no room for more
         trouble = Trouble(20, 5, fail)
         with pytest.raises(Odd, match="must not be written"):
             write(model, lanes=5, max_new_tokens=90, stopping_criteria=StoppingCriteriaList([trouble]))
@@ -208,7 +207,7 @@ def test_ctrl_c_ends_all_lanes(model: Any, local: Any) -> None:
 def interrupt_lanes(model: Any) -> None:
     main = threading.main_thread().ident
     assert main is not None
-    for _ in range(4):
+    for _ in range(3):
         trouble = Trouble(20, 5, lambda: signal.pthread_kill(main, signal.SIGINT))
         with pytest.raises(KeyboardInterrupt):
             write(model, lanes=5, max_new_tokens=90, stopping_criteria=StoppingCriteriaList([trouble]))

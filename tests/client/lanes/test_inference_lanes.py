@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from swarm.errors import CacheFull, InvalidOption, ServerFault, SessionClosed, TooLong
+from swarm.errors import InvalidOption, ServerFault, SessionClosed
 from tests.swarms import run_client, run_swarm
 from tests.zoo import PROMPTS
 
@@ -73,17 +73,6 @@ def test_steps_of_a_lane_run_in_order_and_its_session_can_roll_back(model: Any, 
         assert int(model.lm_head(again)[:, -1].argmax(-1)) == continued(local, text)[0]
 
 
-def test_an_error_in_one_lane_does_not_affect_the_others(model: Any) -> None:
-    embeddings = model.word_embeddings(torch.tensor([PROMPTS[0]]))
-    with model.inference_lanes(2, max_length=len(PROMPTS[0])) as lanes:
-        futures = [lane.submit(embeddings) for lane in lanes]
-        torch.testing.assert_close(futures[0].result(), futures[1].result(), rtol=1e-4, atol=1e-4)
-        with pytest.raises(TooLong):
-            lanes[0].step(embeddings)
-        lanes[1].session.position = 0
-        torch.testing.assert_close(lanes[1].step(embeddings), futures[1].result(), rtol=1e-4, atol=1e-4)
-
-
 def test_a_failover_in_one_lane_does_not_touch_the_others(model: Any) -> None:
     embeddings = model.word_embeddings(torch.tensor([PROMPTS[0]]))
     more = model.word_embeddings(torch.tensor([PROMPTS[1]]))
@@ -98,16 +87,6 @@ def test_a_failover_in_one_lane_does_not_touch_the_others(model: Any) -> None:
         torch.testing.assert_close(first.result(), second.result(), rtol=1e-4, atol=1e-4)
         assert chains[0]._hops.hops[1] is not lost
         assert list(chains[1]._hops) == others
-
-
-def test_more_lanes_than_fit_into_the_caches_are_refused(model: Any) -> None:
-    embeddings = model.word_embeddings(torch.tensor([PROMPTS[0]]))
-    with model.inference_lanes(4, max_length=30) as lanes:
-        for lane in lanes[:2]:  # a peer may have three quarters of a server's cache
-            lane.step(embeddings)
-        with pytest.raises(CacheFull, match="4 lanes are open at every server at once; fewer lanes or rows"):
-            lanes[2].step(embeddings)
-        assert lanes[0].step(embeddings).shape == embeddings.shape
 
 
 def test_closing_cancels_running_steps(model: Any) -> None:

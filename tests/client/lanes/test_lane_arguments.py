@@ -26,7 +26,6 @@ from transformers.generation.utils import GenerateBeamDecoderOnlyOutput, Generat
 from swarm.client.lanes.generate_in_lanes import (
     MAX_LANES,
     LanePlan,
-    batch_size,
     choose_lane_count,
     lane_arguments,
     merge_outputs,
@@ -73,12 +72,6 @@ def test_rows_are_divided_and_settings_are_not(model: Any) -> None:
     assert lane["position_ids"].shape == (1, 5)  # one for all rows
     assert lane["eos_token_id"] == [7, 8]
     assert lane["max_new_tokens"] == 4
-
-
-@pytest.mark.parametrize("name", ["inputs", "input_ids", "inputs_embeds"])
-def test_rows_are_counted_wherever_the_prompt_is(name: str) -> None:
-    assert batch_size({name: torch.zeros(3, 2)}) == 3
-    assert batch_size({}) == 1
 
 
 def test_which_token_fills_a_text_that_has_ended(model: Any) -> None:
@@ -157,19 +150,6 @@ def test_allowed_tokens_are_asked_for_by_the_number_of_the_whole_batch(
     assert asked == [first + 1]
 
 
-def test_lane_count() -> None:
-    for wanted, rows, stages, lanes in [
-        ("auto", 8, 3, 3),
-        ("auto", 2, 3, 2),  # no lane without a row
-        ("auto", 1, 5, 1),
-        (4, 8, 2, 4),
-        (4, 3, 2, 3),
-        (1, 8, 3, 1),
-        ("auto", 1000, 600, MAX_LANES),
-    ]:
-        assert choose_lane_count(wanted, rows, stages) == lanes  # type: ignore[arg-type]
-
-
 @given(st.integers(1, 500), st.integers(1, MAX_LANES))
 def test_every_row_is_in_one_lane_in_order_and_lanes_are_nearly_equal(rows: int, wanted: int) -> None:
     lanes = choose_lane_count(wanted, rows, 1)
@@ -185,11 +165,6 @@ def test_invalid_lane_counts_are_refused() -> None:
     for wanted in [0, -1, MAX_LANES + 1, "many", 2.0, True, None]:
         with pytest.raises(InvalidOption, match="neither"):
             validate_lane_count(wanted)  # type: ignore[arg-type]
-
-
-def test_valid_lane_counts_are_accepted() -> None:
-    for wanted in (1, MAX_LANES, "auto"):
-        validate_lane_count(wanted)  # type: ignore[arg-type]
 
 
 PLAN = LanePlan(sequences=3, num_beams=1, num_return_sequences=1, pad=9, eos=1)
@@ -244,12 +219,3 @@ def test_beams_are_counted_through_the_whole_batch() -> None:
     assert result.beam_indices.tolist() == [[0, 1], [2, 3], [5, -1]]
     assert [step.shape for step in result.scores] == [(6, 10), (6, 10)]
     assert result.scores[1][4:].tolist() == [[-INF] * 10] * 2
-
-
-@pytest.mark.parametrize("fill", [None, 0])
-def test_lanes_of_equal_length_need_no_fill_token(fill: int | None) -> None:
-    plan = LanePlan(sequences=2, num_beams=1, num_return_sequences=1, pad=fill, eos=None)
-    assert merge_outputs([torch.tensor([[1, 2]]), torch.tensor([[3, 4]])], parts(0, 1, 2), plan).tolist() == [
-        [1, 2],
-        [3, 4],
-    ]

@@ -122,34 +122,6 @@ def _change_one_weight(folder: Path, block: int) -> None:
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-@pytest.mark.slow
-def test_a_session_whose_blocks_nobody_holds_any_more_can_be_resumed(tmp_path: Path) -> None:
-    folder = make_checkpoint("llama", tmp_path)
-    prompt, more = torch.tensor([PROMPTS[0]]), torch.tensor([PROMPTS[1]])
-    with (
-        run_swarm(folder, ("0:3", "3:6")) as swarm,
-        run_client(swarm, wait_for_blocks=1.0) as model,
-        run_client(swarm) as other,
-    ):
-        with model.inference_session(max_length=32) as session:
-            session.step(model.word_embeddings(prompt))
-            swarm.servers[1].kill()
-            del swarm.servers[1]
-            with pytest.raises(MissingBlocks, match="blocks 3:6 are missing") as caught:
-                session.step(model.word_embeddings(more))
-            assert caught.value.blocks == (3, 4, 5)
-            assert session.position == prompt.shape[1]
-            with pytest.raises(MissingBlocks):
-                session.resume()
-            replacement = swarm.start("3:6").wait_ready()
-            assert session.resume().hops[1].server.peer_id == replacement.peer_id
-            logits = model.lm_head(session.step(model.word_embeddings(more)))
-        # Another client, whose picture of the swarm is the old one, is not harmed either.
-        with torch.no_grad():
-            expected = other(torch.cat([prompt, more], dim=1)).logits[:, prompt.shape[1] :]
-        torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
-
-
 def test_a_long_answer_survives_the_loss_of_a_server(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = make_checkpoint("llama", tmp_path)
     prompt = torch.tensor([PROMPTS[0]])

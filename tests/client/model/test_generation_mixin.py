@@ -49,7 +49,6 @@ def test_figure_2_of_the_paper_as_written(model: Any, local: Any) -> None:
         {"do_sample": True, "top_k": 20, "temperature": 0.8},
         {"num_beams": 3, "do_sample": False},
         {"num_beams": 4, "num_return_sequences": 3, "do_sample": True},
-        {"num_return_sequences": 3, "do_sample": True},
         {"do_sample": False, "use_cache": False},
         {"do_sample": False, "repetition_penalty": 1.3, "no_repeat_ngram_size": 2},
         {"do_sample": False, "prefill_chunk_size": 3},
@@ -174,7 +173,7 @@ def test_a_hand_written_loop_with_past_key_values(model: Any, local: Any) -> Non
         tokens = theirs.logits[:, -1:].argmax(-1)
 
 
-@pytest.mark.parametrize(("start", "end"), [(0, 6), (3, 6), (1, 4), (2, 3), (5, 6)])
+@pytest.mark.parametrize(("start", "end"), [(0, 6), (1, 4)])
 def test_hidden_states_of_any_range_of_blocks(model: Any, local: Any, start: int, end: int) -> None:
     hidden = torch.randn(2, 5, model.config.hidden_size, generator=torch.Generator().manual_seed(0))
     positions = local.model.rotary_emb(hidden, torch.arange(5)[None])
@@ -200,9 +199,7 @@ def test_ranges_of_blocks_are_checked(model: Any) -> None:
         model.remote_blocks(torch.zeros(3, model.config.hidden_size))
 
 
-@pytest.mark.parametrize(
-    ("wire", "tolerance"), [("bfloat16", 0.03), ("float16", 0.005), ("blockwise8", 0.1), ("auto", 0.1)]
-)
+@pytest.mark.parametrize(("wire", "tolerance"), [("float16", 0.005), ("auto", 0.1)])
 def test_wire_formats(swarm: TestSwarm, local: Any, wire: str, tolerance: float) -> None:
     with torch.no_grad():
         expected = local(prompt()).logits

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from swarm import EarlyExit
 from swarm.client.model.exit_generation import ModelForward
@@ -162,22 +161,6 @@ def test_a_lens_finds_the_map_between_what_it_saw():
     assert head.grad is None
 
 
-def test_a_lens_learns_from_what_the_head_of_a_model_in_half_precision_reads():
-    random = torch.Generator().manual_seed(0)
-    head = nn.Linear(WIDTH, 3 * WIDTH, dtype=torch.bfloat16)
-    hidden = torch.randn(600, WIDTH, generator=random).bfloat16()
-    fit = LensFit(WIDTH, lambda one: head(one).float())
-    fit.learn(hidden, 2 * hidden, 600, 0.0)
-    lens = fit.lens()
-    assert lens.weight_HH.dtype == torch.float32
-    assert not lens.weight_HH.equal(torch.eye(WIDTH))
-
-
-def test_a_lens_that_has_learned_nothing_changes_nothing():
-    hidden = torch.randn(4, WIDTH)
-    assert LensFit(WIDTH, lambda one: one).lens()(hidden).equal(hidden)
-
-
 def test_a_classifier_tells_apart_what_a_direction_tells_apart():
     random = torch.Generator().manual_seed(0)
     hidden = torch.randn(2000, WIDTH, generator=random) * 3 + 5
@@ -187,8 +170,3 @@ def test_a_classifier_tells_apart_what_a_direction_tells_apart():
     found = classifier(hidden) > 0.5
     assert (found == is_right).float().mean() > 0.97
     assert classifier(hidden.half()[0]).dtype == torch.float32
-
-
-def test_a_classifier_of_tokens_that_are_all_right():
-    hidden = torch.randn(100, WIDTH)
-    assert (fit_classifier(hidden, torch.ones(100, dtype=torch.bool))(hidden) > 0.9).all()

@@ -12,7 +12,6 @@ import pytest
 from swarm.client.config import ClientConfig, ModelIdentity
 from swarm.client.routes import route_planner as module
 from swarm.client.routes.route_planner import (
-    FIRST_PING_TIMEOUT_S,
     IDLE_TIMEOUT_S,
     REFRESH_TIMEOUT_S,
     STALE_REFRESH_TIMEOUT_S,
@@ -128,17 +127,6 @@ def test_the_first_route_waits_for_announcements_and_pings(play):
     play(act)
 
 
-def test_pings_that_take_long_are_not_waited_for(play):
-    async def act(world, planner):
-        world.ping_takes = 100.0
-        assert await route(planner) == "0:3a 3:6b"
-        assert now() == pytest.approx(0.1 + FIRST_PING_TIMEOUT_S)
-        await planner.refresh()
-        assert len(world.pings) == 1  # the first one is still under way
-
-    play(act)
-
-
 REASONS = [
     (PeerTimeout("x"), PeerFailure.TIMED_OUT),
     (PeerLost("x"), PeerFailure.UNREACHABLE),
@@ -170,26 +158,6 @@ def test_a_server_that_failed_is_avoided_for_as_long_as_its_reason_says(play):
         play(act, refresh_period=1000.0)
 
 
-def test_a_success_forgives(play):
-    async def act(world, planner):
-        await route(planner)
-        planner.report_failure("a", PeerLost("x"))
-        planner.report_success("a")
-        assert await route(planner) == "0:3c 3:6b"
-        await asyncio.sleep(2 * PeerFailure.UNREACHABLE.ban_seconds)
-        planner.report_success("a")
-        assert planner.router.health.reasons("a") == ()
-
-    play(act)
-
-
-def test_allowed_and_blocked_servers_are_respected(play):
-    async def act(world, planner):
-        assert await route(planner) == "0:3c 3:6d"
-
-    play(act, allowed_servers=frozenset("acd"), blocked_servers=frozenset("a"))
-
-
 def test_a_set_of_allowed_servers_may_change(play):
     allowed = set("ad")
 
@@ -200,18 +168,6 @@ def test_a_set_of_allowed_servers_may_change(play):
         assert await route(planner) == "0:3c 3:6d"
 
     play(act, allowed_servers=allowed)
-
-
-def test_a_snapshot_in_use_is_refreshed_in_the_background(play):
-    async def act(world, planner):
-        await route(planner)
-        world.servers = world.servers[1:]
-        await asyncio.sleep(16)
-        began = now()
-        assert await route(planner) == "0:3c 3:6b"
-        assert now() == began
-
-    play(act, refresh_period=15.0)
 
 
 def test_a_failed_refresh_keeps_the_snapshot(play):
@@ -353,15 +309,6 @@ def test_concurrent_callers_share_one_refresh(play):
     play(act)
 
 
-def test_servers_of_other_weights_are_not_used(play):
-    async def act(world, planner):
-        world.servers = [*world.servers, server_info(0, 6, "other", revision="theirs", throughput=1e6)]
-        assert await route(planner) == "0:3a 3:6b"
-        assert "other" not in {server.peer_id for server in planner.servers}
-
-    play(act)
-
-
 @pytest.mark.parametrize("show", [True, False])
 def test_a_route_is_printed_if_asked_for(play, capsys, show):
     async def act(world, planner):
@@ -383,19 +330,5 @@ def test_a_failure_that_many_sessions_see_is_one_event(play):
             (full.value, lost.ban_seconds),
             (lost.value, 2 * lost.ban_seconds),
         ]
-
-    play(act)
-
-
-def test_a_server_that_timed_out_gets_more_time(play):
-    async def act(world, planner):
-        await route(planner)
-        assert planner.timeout_factor("a") == 1
-        for _ in range(2):
-            planner.report_failure("a", PeerTimeout("x"))
-            planner.report_failure("a", PeerTimeout("another session saw the same"))
-            await asyncio.sleep(60)
-        planner.report_failure("b", PeerLost("x"))
-        assert (planner.timeout_factor("a"), planner.timeout_factor("b")) == (4, 1)
 
     play(act)

@@ -110,16 +110,6 @@ def test_other_lanes_compute_while_one_waits(threads: Threads) -> None:
     threads.join()
 
 
-def test_an_error_of_the_awaited_future_is_raised(threads: Threads) -> None:
-    failed: Future[None] = Future()
-    failed.set_exception(ValueError("no"))
-    lock = ComputeLock()
-    with ComputeTicket(lock) as ticket, pytest.raises(ValueError, match="no"):
-        ticket.wait(failed)
-    with ComputeTicket(lock):  # the lock was given back
-        pass
-
-
 def test_a_cancelled_ticket_does_not_wait(threads: Threads) -> None:
     never: Future[None] = Future()
     waiting = threading.Event()
@@ -146,7 +136,7 @@ def test_a_cancelled_ticket_does_not_wait(threads: Threads) -> None:
     assert never.cancelled()
 
 
-@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0)])
+@pytest.mark.parametrize("order", [(2, 1, 0), (1, 2, 0)])
 def test_what_a_lane_samples_depends_on_its_seed_alone(threads: Threads, order: tuple[int, ...]) -> None:
     lock = ComputeLock()
     rounds = 3
@@ -171,19 +161,6 @@ def test_what_a_lane_samples_depends_on_its_seed_alone(threads: Threads, order: 
     for number, values in numbers.items():
         torch.manual_seed(number)
         assert values == [float(torch.rand(())) for _ in range(rounds)]
-
-
-def test_a_ticket_without_a_random_state_leaves_the_generator_alone() -> None:
-    torch.manual_seed(5)
-    expected = torch.rand(2).tolist()
-    torch.manual_seed(5)
-    done: Future[None] = Future()
-    done.set_result(None)
-    values = [float(torch.rand(()))]
-    with ComputeTicket(ComputeLock()) as ticket:
-        ticket.wait(done)
-        values.append(float(torch.rand(())))
-    assert values == expected
 
 
 class Counted:
@@ -228,12 +205,6 @@ def together(threads: Threads, values: list[int], leaving: tuple[int, ...] = ())
     return work, found
 
 
-def test_lanes_that_are_ready_compute_in_one_batch(threads: Threads) -> None:
-    work, found = together(threads, [1, 2, 3, 4])
-    assert work.calls == [[1, 2, 3, 4]]
-    assert found == {1: 2, 2: 4, 3: 6, 4: 8}
-
-
 def test_a_lone_lane_computes_alone(threads: Threads) -> None:
     work, found = together(threads, [5])
     assert (work.calls, found) == ([[5]], {5: 10})
@@ -241,7 +212,7 @@ def test_a_lone_lane_computes_alone(threads: Threads) -> None:
         assert ticket.compute_batched(6, work) == 12
 
 
-@pytest.mark.parametrize("leaving", [(4,), (1,), (2, 3, 4), (1, 2, 3)])
+@pytest.mark.parametrize("leaving", [(), (4,), (1, 2, 3)])
 def test_a_lane_that_ends_does_not_delay_the_batch(threads: Threads, leaving: tuple[int, ...]) -> None:
     work, found = together(threads, [1, 2, 3, 4], leaving)
     stay = [value for value in (1, 2, 3, 4) if value not in leaving]

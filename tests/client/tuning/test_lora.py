@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from pathlib import Path
 from typing import Any
 
 import peft
@@ -132,11 +131,6 @@ def test_modules_that_servers_cannot_change_are_refused_by_name() -> None:
     ]:
         with pytest.raises(InvalidOption, match=said):
             wanted(family, **entries)
-
-
-def test_an_unreadable_config_is_refused() -> None:
-    with pytest.raises(InvalidOption, match="neither a peft"):
-        lora_settings(Path("folder"))
 
 
 def test_parameters_are_named_by_their_place() -> None:

@@ -8,8 +8,7 @@ import pytest
 
 from swarm import AutoDistributedModelForCausalLM, AutoDistributedModelForSequenceClassification
 from swarm.client.tuning.options import TuningConfig, TuningOptions, resolve_tuning
-from swarm.errors import InvalidOption, UnsupportedModel
-from tests.zoo import config_of
+from swarm.errors import InvalidOption
 
 
 def resolve(given: dict[str, Any]) -> TuningConfig:
@@ -56,10 +55,3 @@ def test_classes_are_counted_for_classification_only() -> None:
         AutoDistributedModelForCausalLM.from_pretrained(num_labels=3)
     with pytest.raises(InvalidOption, match="num_labels=0"):
         AutoDistributedModelForSequenceClassification.from_pretrained(num_labels=0)
-
-
-def test_a_family_that_cannot_classify_is_named_before_anybody_is_asked(tmp_path: Any) -> None:
-    config_of("granite").save_pretrained(tmp_path)
-    peer = "/ip4/127.0.0.1/tcp/9/p2p/QmNLei78zWmzUdbeRB3CiUfAizWUrbeeZh5K1rhAQKCh51"
-    with pytest.raises(UnsupportedModel, match="granite"):
-        AutoDistributedModelForSequenceClassification.from_pretrained(tmp_path, initial_peers=[peer])

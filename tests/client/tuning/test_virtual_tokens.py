@@ -68,25 +68,12 @@ def test_positions_count_on_from_each_rows_first_real_token(mask: torch.Tensor) 
         assert positions[row].tolist() == list(range(int(row.sum())))
 
 
-def test_positions_for_all_rows_at_once() -> None:
-    found = virtual_token_layout(COUNT, 2, None).positions(torch.tensor([[5, 6, 7]]))
-    assert found.tolist() == [[5, 6, 7, 8, 9, 10]] * 2
-
-
 @given(masks())
 def test_labels_of_virtual_tokens_and_padding_count_nothing(mask: torch.Tensor) -> None:
     labels = torch.arange(mask.numel()).view(mask.shape)
     found = virtual_token_layout(COUNT, len(mask), mask).labels(labels, mask)
     assert found.shape == (len(mask), COUNT + mask.shape[1])
     assert found[found != IGNORED_LABEL].tolist() == labels[mask == 1].tolist()
-
-
-def test_outputs_behind_the_virtual_tokens_keep_their_slots() -> None:
-    """Leaving out the first slots leaves every real token in its own one, however the rows are padded."""
-    mask = torch.tensor([[0, 0, 1, 1], [1, 1, 0, 0], [0, 1, 1, 0]])
-    tokens = torch.arange(12).view(3, 4)
-    rest = virtual_token_layout(COUNT, 3, mask).insert(tokens, VIRTUAL)[:, COUNT:]
-    assert torch.equal(rest[mask == 1], tokens[mask == 1])
 
 
 def test_a_cache_shows_its_virtual_tokens_to_the_model_alone() -> None:

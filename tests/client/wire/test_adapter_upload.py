@@ -15,7 +15,7 @@ from swarm.client.hops.hop_session import HopSession
 from swarm.client.wire import adapter_upload as adapter_upload
 from swarm.client.wire.adapter_upload import PackedAdapter, UploadLedger, pack_adapter
 from swarm.data_structures import Span
-from swarm.errors import NotFinite, PeerLost, ProtocolViolation, UnknownAdapter
+from swarm.errors import NotFinite, PeerLost, UnknownAdapter
 from swarm.models.adapters.block_adapter import BlockAdapterWeights, LoraFactors
 from swarm.protocol import messages
 from swarm.protocol.adapter_encoding import unpack_adapters
@@ -83,10 +83,6 @@ def test_nan_is_not_sent():
         pack_adapter({1: part(1.0), 7: bad})
 
 
-def test_empty_parts_are_none():
-    assert pack_adapter({3: BlockAdapterWeights()}).digests(Span(3, 4)) is None
-
-
 @given(st.lists(st.integers(1, 6), min_size=1, max_size=8), st.integers(1, 500))
 def test_large_adapters_go_in_several_messages(prompts, limit):
     adapter = pack_adapter({2 * n: BlockAdapterWeights(torch.ones(rows, HIDDEN)) for n, rows in enumerate(prompts)})
@@ -111,18 +107,6 @@ def test_each_server_is_sent_an_adapter_once_and_other_parts_when_they_change():
         assert server.asked == [PUT, FORWARD, FORWARD, PUT, FORWARD]
         second = server.requests[3][0]
         assert (second.start, len(second.blocks)) == (2, 1)  # block 0 is as before
-
-    run(scenario)
-
-
-def test_the_request_follows_the_adapter_at_once():
-    """A way there and back for both; another one is for connecting."""
-
-    async def scenario(swarm):
-        swarm.hub.delay = lambda source, target: 0.1
-        await swarm.add(KEPT, forward_reply())
-        await forward(HopRequester(swarm.network, MANNER))
-        assert asyncio.get_running_loop().time() == pytest.approx(0.4)
 
     run(scenario)
 
@@ -162,17 +146,6 @@ def test_a_server_that_has_lost_an_adapter_gets_it_again_once():
     run(scenario)
 
 
-def test_a_failed_upload_is_raised_and_concurrent_requests_try_themselves():
-    async def scenario(swarm):
-        await swarm.add(OPENED, forward_reply())
-        requester = HopRequester(swarm.network, MANNER)
-        found = await asyncio.gather(forward(requester), forward(requester), return_exceptions=True)
-        assert [type(error) for error in found] == [ProtocolViolation, ProtocolViolation]
-        assert not requester.ledger._uploads
-
-    run(scenario)
-
-
 def test_after_a_broken_connection_the_adapter_is_sent_again():
     async def scenario(swarm):
         server = await swarm.add(KEPT, forward_reply(), "hang up")
@@ -184,19 +157,6 @@ def test_after_a_broken_connection_the_adapter_is_sent_again():
         server.answers = (KEPT, forward_reply())
         await forward(requester)
         assert server.asked[-2:] == [PUT, FORWARD]
-
-    run(scenario)
-
-
-def test_an_adapter_is_sent_again_when_its_lifetime_is_over():
-    async def scenario(swarm):
-        server = await swarm.add(*[KEPT, forward_reply()] * 2)
-        requester = HopRequester(swarm.network, MANNER)
-        await forward(requester)
-        await asyncio.sleep(601)
-        server.answers = (KEPT, forward_reply())
-        await forward(requester)
-        assert server.asked == [PUT, FORWARD] * 2
 
     run(scenario)
 

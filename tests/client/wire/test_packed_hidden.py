@@ -22,11 +22,6 @@ def test_what_is_packed_comes_back_and_padding_is_zero(mask: list[list[bool]]) -
     assert torch.equal(back, hidden * real[..., None])
 
 
-def test_without_padding_nothing_is_copied_around():
-    hidden = torch.randn(2, 3, 4)
-    assert torch.equal(unpack_hidden(pack_hidden(hidden, None, WireFormat.NONE), hidden, None), hidden)
-
-
 def test_offsets_of_positions():
     for positions, real, starts, expected in [
         (None, None, (0, 0), None),

@@ -18,13 +18,6 @@ def test_before_the_first_reply_the_announcement_counts():
     assert patience.timeout(101) == pytest.approx(patience.timeout(1) + TIMEOUT_FACTOR * 100 * 0.01)
 
 
-def test_steady_replies_shorten_the_timeout_to_the_stall_allowance():
-    patience = TimeoutEstimator(5.0, 0.01, 60.0)
-    for _ in range(200):
-        patience.observe(0.05, 1)
-    assert STALL_ALLOWANCE_S < patience.timeout(1) < STALL_ALLOWANCE_S + 0.5
-
-
 def test_a_slow_announcement_counts_only_until_the_first_answer():
     """A server could hang for a minute after each quick answer, however many other servers there are."""
     patience = TimeoutEstimator(4000.0, 4000.0, 60.0)
@@ -34,14 +27,6 @@ def test_a_slow_announcement_counts_only_until_the_first_answer():
     slow = TimeoutEstimator(4000.0, 4000.0, 60.0)
     slow.observe(3.0, 1)
     assert slow.timeout(1) >= STALL_ALLOWANCE_S + TIMEOUT_FACTOR * 3.0
-
-
-def test_a_server_with_varying_times_gets_a_longer_timeout():
-    steady, varying = TimeoutEstimator(1.0, 0.01, 60.0), TimeoutEstimator(1.0, 0.01, 60.0)
-    for number in range(100):
-        steady.observe(1.0, 1)
-        varying.observe(0.5 if number % 2 else 1.5, 1)
-    assert varying.timeout(1) > 1.5 * steady.timeout(1)
 
 
 def test_long_steps_change_the_time_of_a_token_but_not_of_short_steps():

@@ -84,9 +84,8 @@ EXITS = {
 
 
 @pytest.mark.parametrize("exits", EXITS)
-@pytest.mark.parametrize("batch", [False, True], ids=["one", "padded batch"])
-def test_caches_are_those_of_plain_generation(swarm, model, exits, batch):
-    inputs = padded_batch() if batch else {"input_ids": prompt()}
+def test_caches_are_those_of_plain_generation(swarm, model, exits):
+    inputs = padded_batch()
     texts, found = exits_and_caches(swarm, model, inputs, EXITS[exits])
     assert [one.span for one in found] == list(SPANS)
     assert {max(one.lengths) for one in found} == {texts.shape[1] - 1}

@@ -83,9 +83,3 @@ def test_three_servers_write_what_one_server_writes(one, three, confidence):
     assert len(left) > 1, "tokens leave here and there"
     assert sum(left.values()) < (NEW - 1) * len(PROMPTS), "and some pass all blocks"
     assert (texts, left) == write(one, options)
-
-
-@pytest.mark.parametrize("confidence", THRESHOLDS)
-def test_with_a_threshold_of_1_nothing_leaves(three, confidence):
-    plain, _ = write(three, None)
-    assert write(three, EarlyExit(confidence, 1.0, verify=False, fill="project")) == (plain, Counter())

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from transformers import StoppingCriteriaList, SynthIDTextWatermarkingConfig
-from transformers.generation.streamers import BaseStreamer
 
 from swarm import EarlyExit
 from swarm.client.routes.events import ExitTaken, ExitVerified
@@ -64,12 +63,6 @@ def test_greedy_texts_are_those_of_the_full_model_if_nearly_everything_is_given_
     wait_until(text_with_exits)
 
 
-@pytest.mark.parametrize("batch", ["row", "all"])
-def test_padded_batches(model, local, batch):
-    expected = greedy(local, **padded_batch())
-    assert greedy(model, **padded_batch(), early_exit=EarlyExit(threshold=0.01, batch=batch)).equal(expected)
-
-
 def test_a_session_goes_on_behind_tokens_that_were_given_up(model, local):
     exits = EarlyExit(threshold=0.0)
     with model.inference_session(max_length=96):
@@ -81,16 +74,6 @@ def test_a_session_goes_on_behind_tokens_that_were_given_up(model, local):
         assert greedy(model, other, 6, early_exit=exits).equal(greedy(local, other, 6))
 
 
-def test_the_end_of_a_text_is_where_the_full_model_ends_it(model, local):
-    plain = greedy(local, prompt())
-    end = int(plain[0, 12])
-    expected = greedy(local, prompt(), eos_token_id=end)
-    assert expected.shape[1] < plain.shape[1]
-    for threshold in (0.0, 0.02):
-        found = greedy(model, prompt(), eos_token_id=end, early_exit=EarlyExit(threshold=threshold))
-        assert found.equal(expected)
-
-
 @pytest.mark.parametrize("batch", ["row", "all"])
 def test_sequences_that_end_at_different_places_are_padded(model, local, batch):
     plain = greedy(local, **padded_batch())
@@ -100,24 +83,6 @@ def test_sequences_that_end_at_different_places_are_padded(model, local, batch):
     assert lengths[0] != lengths[1]
     exits = EarlyExit(threshold=0.0, batch=batch)
     assert greedy(model, **padded_batch(), eos_token_id=ends, early_exit=exits).equal(expected)
-
-
-def test_tokens_are_streamed_once_each_in_order(model, local):
-    class Streamer(BaseStreamer):
-        def __init__(self) -> None:
-            self.tokens: list[int] = []
-            self.ended = 0
-
-        def put(self, value: torch.Tensor) -> None:
-            self.tokens += value.flatten().tolist()
-
-        def end(self) -> None:
-            self.ended += 1
-
-    streamer = Streamer()
-    text = greedy(model, prompt(), early_exit=EarlyExit(threshold=0.0), streamer=streamer)
-    assert streamer.tokens == text[0].tolist() == greedy(local, prompt())[0].tolist()
-    assert streamer.ended == 1
 
 
 def test_without_verification_the_early_token_stands_and_caches_are_those_of_the_full_model(model, local):
@@ -185,12 +150,6 @@ def test_scores_are_those_that_verified(model, local, batch):
 def test_unverified_scores_are_those_where_the_token_left(model):
     found = greedy(model, prompt(), early_exit=EarlyExit(threshold=0.0, verify=False), **ALL)
     assert torch.stack([scores[0].argmax() for scores in found.scores]).equal(found.sequences[0, 7:])
-
-
-def test_only_what_was_asked_for_is_returned(model, local):
-    found = greedy(model, prompt(), early_exit=EarlyExit(threshold=0.0), return_dict_in_generate=True)
-    assert found.sequences.equal(greedy(local, prompt()))
-    assert (found.scores, found.logits) == (None, None)
 
 
 def test_what_a_session_says_holds_unless_a_call_says_otherwise(model, local):

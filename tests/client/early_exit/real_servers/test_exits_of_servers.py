@@ -21,7 +21,7 @@ from swarm.client.model.train_exits import read_hidden
 from swarm.client.routes.events import ExitTaken, HopLost, RouteTaken
 from swarm.errors import UsageError
 from swarm.server.config import ExitsOption
-from tests.client.prompts import NEW, PAD, greedy, padded_batch, prompt
+from tests.client.prompts import NEW, greedy, padded_batch, prompt
 from tests.disturbances import Before, holder
 from tests.swarms import TestSwarm, run_client, run_swarm
 from tests.zoo import BLOCKS, PROMPTS
@@ -105,7 +105,7 @@ def test_prompts_and_texts_behind_them_are_computed_in_full_unless_asked(model, 
         assert listener.exits == {1: 3}
 
 
-@pytest.mark.parametrize("later", [None, EarlyExit(threshold=0.0)])
+@pytest.mark.parametrize("later", [EarlyExit(threshold=0.0)])
 def test_behind_approximate_caches_a_call_that_wants_exact_ones_computes_again(model, local, later):
     with model.inference_session(max_length=64) as session:
         first = greedy(model, prompt(), early_exit=project())
@@ -173,7 +173,7 @@ def test_lanes(model):
     assert found[:, -NEW:].tolist() == expected
 
 
-@pytest.mark.parametrize("mode", ["lora", "ptune", "deep_ptune"])
+@pytest.mark.parametrize("mode", ["lora", "deep_ptune"])
 def test_adapters(swarm, mode):
     """What is added to a block is added where its keys and values are projected, too."""
     options = {"lora_config": {"r": 2, "init_lora_weights": False}} if mode == "lora" else {"pre_seq_len": 3}
@@ -185,25 +185,6 @@ def test_adapters(swarm, mode):
         assert full[0].tolist() != expected
         found = greedy(model, prompt(), early_exit=project({2: 0.05, 4: 0.02}))
         assert greedy(model, prompt(), early_exit=project({2: 0.05, 4: 0.02})).equal(found)
-
-
-def test_sampled_texts_depend_on_the_seed_only(model):
-    texts = []
-    for seed in (1, 1, 2):
-        torch.manual_seed(seed)
-        texts.append(
-            model.generate(
-                prompt(), max_new_tokens=NEW, do_sample=True, pad_token_id=PAD, early_exit=project()
-            ).tolist()
-        )
-    assert texts[0] == texts[1] != texts[2]
-
-
-def test_a_text_ends_where_an_early_token_ends_it(model):
-    text = read_in_front_of(model, 1, prompt())
-    end = text[12]
-    expected = text[: text.index(end, 8) + 1]
-    assert greedy(model, prompt(), eos_token_id=end, early_exit=project())[0].tolist() == expected
 
 
 @pytest.mark.slow
