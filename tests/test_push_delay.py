@@ -254,21 +254,3 @@ def test_a_push_that_is_lost_is_noticed_and_made_up_for(whole, local, expected):
         assert swarm.planner.failures == []
 
     run(lambda: Swarm(whole, local, 4), scenario)
-
-
-def test_a_push_that_comes_before_its_link(whole, local, expected):
-    """A server behind a slow line to the client learns late who may push to it."""
-
-    def crooked(source: str, target: str) -> float:
-        return 0.5 if {source, target} == {"client", "server 2"} else 0.01
-
-    async def scenario(swarm):
-        tokens, (first, *seconds) = await swarm.generate()
-        assert tokens == expected
-        assert first == pytest.approx(
-            0.54
-        )  # the push waits for the link; then "server 2" connects, pushes, is answered
-        assert seconds == [pytest.approx(0.05)] * (TOKENS - 1)  # nobody waits for the copies on the slow line
-        assert swarm.planner.failures == []
-
-    run(lambda: Swarm(whole, local, 4, delay=crooked), scenario)

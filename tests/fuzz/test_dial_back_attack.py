@@ -56,8 +56,3 @@ def test_answers_that_may_not_be_given():
     ]:
         with pytest.raises(Violation):
             judged(messages.encode(answer), PORT)
-
-
-def test_answers_that_may():
-    assert judged(messages.encode(messages.DialBackReply(HOST, [])), PORT) == "DialBackReply"
-    assert judged(messages.encode(messages.Refusal("request_refused", "wait")), PORT) == "request_refused"

@@ -68,12 +68,3 @@ def test_a_holder_answers_it_without_an_error_of_others():
 def test_answers_that_may_not_be_given(answer):
     with pytest.raises(Violation):
         judged(messages.encode(answer), 0)
-
-
-def test_answers_that_may():
-    found = messages.PartsFound("main", 3, {"0": bytes(32)})
-    assert judged(messages.encode(found), 0) == "PartsFound"
-    assert judged(messages.encode(messages.PartData()), 1000) == "PartData"
-    assert judged(messages.encode(messages.Refusal("too_many_downloads", "full")), 0) == "too_many_downloads"
-    with pytest.raises(Violation, match="came with 5 bytes"):
-        judged(messages.encode(found), 5)
