@@ -19,12 +19,11 @@ from swarm.protocol import messages
 from swarm.protocol.framing import MAX_HEADER_BYTES, MAX_PAYLOAD_BYTES, encode_prefix
 from swarm.transport.p2p import Peer
 from tests.fuzz.attackers import Attackers
-from tests.fuzz.dial_back_attack import DialBackAttack
 from tests.fuzz.kinds import Kind, Violation
 from tests.fuzz.mutations import broken_bytes, mutated
 from tests.fuzz.session_model import TOKENS
+from tests.fuzz.side_protocols import DialBackAttack, WeightsAttack
 from tests.fuzz.targets import ServerTarget, Targets
-from tests.fuzz.weights_attack import WeightsAttack
 
 PEERS = 2
 CASES = 32
