@@ -15,7 +15,6 @@ from swarm.models.tokenizers.tokenizer import load_tokenizer
 from tests.swarms import run_client, run_swarm
 
 SPANS = ("0:4", "4:8", "8:12")
-HOPS = len(SPANS)
 WINDOW = 256
 ENGLISH = Path(__file__).parents[1] / "LICENSE"
 """Some thousand tokens that the model was not trained on, and that everybody has."""

@@ -6,8 +6,6 @@ import json
 
 from tests.fuzz.watchers import Taken, not_returned, wrong_in_log
 
-INFINITY = float("inf")
-
 
 def test_what_is_kept_is_named_beyond_what_may_be_open_besides():
     before = Taken(0, 0, tasks=5, files=10, sessions=0, cache_tokens=0, charged=0)
