@@ -1,4 +1,4 @@
-"""Reports a plan: as text with commands to copy, as JSON, and as a chart; and names devices that make a group slower.
+"""Reports a plan, as text with commands to copy and as JSON, and names devices that make a group slower.
 
 A device can cost more than it gains: its link may be slow, or it may compute so slowly that even a single block on it
 is the slowest stage. And every additional device adds travel time to each token, even if the pipeline gets faster.
