@@ -32,7 +32,7 @@ from swarm.ring.joining import port_of, start_peer, told_addresses, with_peer_id
 from swarm.ring.locked_folder import LockedFolder, default_folder
 from swarm.ring.pairing import WorkerLine, parse_lines
 from swarm.ring.starter.life import RingModel, RingWatcher, StarterLife
-from swarm.ring.starter.ring_options import Dtype, Quant, RingOptions, options_of, partition_numbers, read_ring_file
+from swarm.ring.starter.ring_options import Dtype, Quant, RingOptions, partition_numbers
 from swarm.ring.starter.ring_plan import RingDevice, RingPlan
 from swarm.ring.starter.worker_link import WorkerLink
 from swarm.ring.worker.device import Device, device_name, find_speed
@@ -125,11 +125,6 @@ class Ring:
         ring = cls.__new__(cls)
         ring._initialize(options, watcher, model_options or {})
         return ring
-
-    @classmethod
-    def from_file(cls, path: str | os.PathLike[str], **model_options: Any) -> Ring:
-        """The ring that `swarm ring --save` has written. Raises `RingFileError`."""
-        return cls.of(options_of(read_ring_file(Path(path))), None, model_options)
 
     def _initialize(self, options: RingOptions, watcher: StartWatcher | None, model_options: Mapping[str, Any]) -> None:
         self.options = options
