@@ -79,11 +79,6 @@ def unknown_format(message: messages.Message, payload: Bytes) -> Sent:
     return msgspec.structs.replace(message, dtype="float17"), payload
 
 
-def blame(message: messages.Message, payload: Bytes) -> Sent:
-    """Say that the client is at fault."""
-    return messages.Refusal("not_finite", "the hidden states hold NaN"), b""
-
-
 class LyingStream:
     """A stream on which some messages are replaced when they are sent.
 
