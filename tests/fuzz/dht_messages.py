@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -19,7 +20,6 @@ from swarm.dht.model_records import list_keys
 from swarm.dht.server_records import encode_announcement, model_key
 from swarm.transport.dht.records import MAX_LIFETIME_S, Record, key_bytes, sign, subkey_of
 from swarm.transport.dht.routing_table import node_id_of
-from tests.fuzz.mutations import FLOATS, INTEGERS, anything
 
 MAX_BYTES = 3 << 20
 """Of one message; libp2p's daemon carries 4 MiB."""
@@ -27,6 +27,22 @@ MAX_BYTES = 3 << 20
 CLOCK_S = 1.0
 DICTIONARY = 0x50
 
+NUMBERS: tuple[float, ...] = (
+    0,
+    -1,
+    1,
+    2**31,
+    2**53,
+    2**63,
+    -(2**63),
+    1e300,
+    math.inf,
+    -math.inf,
+    math.nan,
+    0.5,
+    5e-324,
+)
+TEXTS = ("", "x", "\0", "a" * 257, "\U0001f600" * 64, "float32", "online", "../..", "swarm-demo")
 PICKLE = b"cos\nsystem\n(S'true'\ntR."
 BYTES = (b"", b"\xc0", b"\xc1", b"\x91" * 2000, b"\xff" * 40, b"[owner:", b"]", b"\xdf\xff\xff\xff\xff", PICKLE)
 
@@ -147,7 +163,7 @@ class DhtMessages:
         changes: list[dict[str, object]] = [
             {"key": self._key()},
             {"expires": self._expiry()},
-            {"expires": float(chance.choice([*FLOATS, *INTEGERS]))},
+            {"expires": float(chance.choice(NUMBERS))},
             {"subkey": owner},
             {"subkey": owner[:-1] + b" comment]"},
             {"subkey": owner.replace(b"ssh-rsa", chance.choice([b"ssh-dss", b"ssh-ed25519", b"ssh-rsa-cert-v01"]))},
@@ -175,8 +191,17 @@ class DhtMessages:
         except OverflowError:  # of integers, msgpack has 64 bits
             return b""
 
-    def _value(self) -> object:
-        return [anything(self.random)] * 300 if self.random.random() < 0.05 else anything(self.random)
+    def _value(self, depth: int = 0) -> object:
+        chance = self.random
+        makers: list[Callable[[], object]] = [
+            lambda: chance.choice(NUMBERS),
+            lambda: chance.choice(TEXTS),
+            lambda: chance.choice(BYTES),
+            lambda: chance.choice([None, True, False]),
+            lambda: [self._value(depth + 1)] * chance.choice([0, 1, 2, 300 if depth == 0 else 3]),
+            lambda: {chance.choice(TEXTS): self._value(depth + 1)},
+        ]
+        return chance.choice(makers[: 4 if depth > 3 else None])()
 
     def _expiry(self) -> float:
         now = time.time()
