@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import os
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -81,11 +79,6 @@ def unknown_format(message: messages.Message, payload: Bytes) -> Sent:
     return msgspec.structs.replace(message, dtype="float17"), payload
 
 
-def blame(message: messages.Message, payload: Bytes) -> Sent:
-    """Say that the client is at fault."""
-    return messages.Refusal("not_finite", "the hidden states hold NaN"), b""
-
-
 class LyingStream:
     """A stream on which some messages are replaced when they are sent.
 
@@ -111,10 +104,6 @@ class LyingStream:
 
 def is_reply(message: messages.Message) -> bool:
     return isinstance(message, messages.StepReply) and message.step >= FROM_STEP
-
-
-def is_opening(message: messages.Message) -> bool:
-    return isinstance(message, messages.SessionOpened)
 
 
 def is_push(message: messages.Message) -> bool:
@@ -269,30 +258,6 @@ class GreedyClient:
         self._background = background
         self._info = info
         self._streams: list[Stream] = []
-
-    def open_sessions(self, count: int, close_streams: bool) -> Counter[str]:
-        """Open so many sessions, each on a stream of its own; how many were opened, or refused for each reason."""
-        return self._background.run(self._open_sessions(count, close_streams))
-
-    async def _open_sessions(self, count: int, close_streams: bool) -> Counter[str]:
-        answers: Counter[str] = Counter()
-        span = self._info.span
-        for _ in range(count):
-            stream = await self._peer.open_stream(self._info.peer_id)
-            self._streams.append(stream)
-            opening = messages.OpenSession(
-                os.urandom(16), self._info.revision, span.start, span.end, 8, WireFormat.NONE
-            )
-            try:
-                await stream.send(opening)
-                answer = messages.decode_server((await stream.receive()).header)
-            except PeerLost:  # a stream too many is closed, perhaps before the reason was read
-                answers["closed"] += 1
-                continue
-            answers[answer.code if isinstance(answer, messages.Refusal) else "opened"] += 1
-            if close_streams:
-                stream.close()
-        return answers
 
     def ask(self, streams: int, requests: int, hidden_TH: np.ndarray, *, reads: bool = False) -> int:
         """Ask for forwards on so many streams at once; how many requests the server has taken.

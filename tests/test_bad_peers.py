@@ -23,7 +23,6 @@ from swarm.models.checkpoints.checkpoint import DEMO_FOLDER
 from swarm.protocol import messages
 from swarm.routing.peer_health import PeerFailure, PeerHealth
 from swarm.server.sessions.pushing.push_link import MIN_BYTES_PER_S, PUSH_TIMEOUT_S
-from swarm.server.sessions.request_validation import RequestLimits
 from swarm.server.throughput.throughput_option import ThroughputOption
 from tests import bad_peers
 from tests.bad_peers import (
@@ -31,7 +30,6 @@ from tests.bad_peers import (
     GreedyClient,
     Lie,
     Stored,
-    is_opening,
     is_output,
     is_push,
     is_reply,
@@ -205,22 +203,6 @@ def test_a_server_that_pushes_something_else_than_it_answers(
     assert misbehave(swarm, bystander, bad, 4, prompt, expected) == set()
 
 
-@pytest.mark.slow
-def test_a_server_that_refuses_everyone(
-    swarm: TestSwarm, bystander: Any, prompt: torch.Tensor, expected: list[int]
-) -> None:
-    bad = start_bad_server(swarm, "4:8", bad_peers.nothing, is_opening)
-    try:
-        with run_client(swarm, dtype="float32") as model:
-            reasons: list[tuple[PeerFailure, ...]] = []
-            opened = {1: lambda session: reasons.append(health(model).reasons(bad.peer_id))}
-            assert write(model, prompt, NEW, opened) == expected
-            assert reasons == [(PeerFailure.TIMED_OUT,)]
-    finally:
-        bad.stop()
-    assert write(bystander, prompt, NEW) == expected
-
-
 Forgery = Callable[[Forger, ServerInfo], Stored]
 """From an honest server's announcement to a forged one."""
 
@@ -282,21 +264,6 @@ def test_forged_announcements(
     assert not banned(bystander)
 
 
-@pytest.mark.slow
-def test_an_announcement_that_expires(swarm: TestSwarm, bystander: Any, forger: Forger) -> None:
-    [honest] = [info for info in bystander.swarm.servers() if info.span == Span(4, 8)]
-    good = [server.peer_id for server in swarm.working()]
-    with run_client(swarm, dtype="float32") as model:
-        stored = replace(forger.own(forger.info(honest)), lifetime=10.0)
-
-        def is_announced() -> bool:
-            return forger.peer_id in {info.peer_id for info in model.swarm.servers()}
-
-        # The DHT keeps whichever record expires later: one that an earlier test stored may still be there.
-        wait_until(lambda: all(forger.store(DEMO_FOLDER.name, 4, stored, good)) and is_announced())
-        wait_until(lambda: not is_announced())
-
-
 def test_a_well_formed_announcement_of_a_peer_that_serves_nothing(
     swarm: TestSwarm, bystander: Any, forger: Forger, prompt: torch.Tensor, expected: list[int]
 ) -> None:
@@ -316,28 +283,6 @@ def server_of(bystander: Any, server: ServerProcess) -> ServerInfo:
     """What a server announces."""
     [info] = [info for info in bystander.swarm.servers() if info.peer_id == server.peer_id]
     return info
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("close_streams", [False, True], ids=["at once", "one after the other, never closed"])
-def test_a_client_that_opens_a_thousand_sessions(
-    swarm: TestSwarm, bystander: Any, prompt: torch.Tensor, expected: list[int], close_streams: bool
-) -> None:
-    info = server_of(bystander, swarm.holders("4:8")[0])
-    with run_peer(swarm) as (peer, background):
-        client = GreedyClient(peer, background, info)
-        texts: list[list[int]] = []
-        other = threading.Thread(target=lambda: texts.append(write(bystander, prompt, NEW)))
-        other.start()
-        answers = client.open_sessions(1000, close_streams)
-        other.join()
-        assert texts == [expected]
-        assert answers.total() == 1000
-        assert answers["opened"] == min(messages.MAX_PEER_SESSIONS, RequestLimits().streams)
-        assert set(answers) == {"opened", "cache_full"}
-        assert write(bystander, prompt, NEW) == expected
-    assert write(bystander, prompt, NEW) == expected
-    assert not banned(bystander)
 
 
 TOKENS, WARM_UP, REQUESTS, STREAMS = 400, 10, 60, 6

@@ -99,13 +99,6 @@ def test_a_process_ends_without_a_word(swarm, script):
     assert (done.stderr, done.returncode) == ("", 0)
 
 
-def test_a_terminal_without_unicode_does_not_end_a_text(swarm):
-    done = run(swarm, "print(generate())", PYTHONIOENCODING="ascii", PYTHONUTF8="0")
-    route, _, text = done.stdout.rstrip().rpartition("\n")
-    assert "0:3" in route
-    assert (text[0], done.stderr) == ("[", "")
-
-
 def test_dropped_sessions_are_closed_at_the_servers(swarm):
     with run_client(swarm) as model:
         session = model.inference_session(max_length=9)

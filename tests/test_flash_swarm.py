@@ -43,23 +43,6 @@ def test_one_server_on_flash_says_what_the_local_model_says(checkpoint, tmp_path
 
 @pytest.mark.slow
 @pytest.mark.parametrize("checkpoint", ["mixtral"], indirect=True)
-def test_the_server_in_the_middle_is_killed_and_replaced_in_mid_text(checkpoint, tmp_path):
-    flash = {"flash": FlashOption(memory=100_000), "cache_dir": tmp_path / "cache"}
-    with run_swarm(checkpoint, ["0:2", "4:6"]) as swarm:
-        first = swarm.start("2:4", **flash).wait_ready()
-        with run_client(swarm) as model:
-            expected = local_texts(checkpoint)[0]
-            prompt = torch.tensor([zoo.PROMPTS[0]])
-            with model.inference_session(max_length=64) as session:
-                begun = model.generate(prompt, max_new_tokens=5, do_sample=False, session=session)
-                swarm.start("2:4", **flash).wait_ready()
-                first.kill()
-                ended = model.generate(begun, max_new_tokens=LENGTH - 5, do_sample=False, session=session)
-            assert ended[0, prompt.shape[1] :].tolist() == expected
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("checkpoint", ["mixtral"], indirect=True)
 def test_a_server_on_flash_moves_to_other_blocks(checkpoint, tmp_path):
     """It closes a gap with blocks that it prepares there, and goes on with the text of a session that it served."""
     cache = tmp_path / "cache"
@@ -115,15 +98,6 @@ def test_a_server_that_selects_neurons_is_used_only_by_clients_that_accept_it(ch
             for mine, right in zip(text, local, strict=True)
         ]
         assert sum(same) >= len(same) // 4  # by chance it would be one of a hundred
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("checkpoint", ["opt"], indirect=True)
-def test_a_server_that_has_to_be_exact_streams_what_could_be_selected(checkpoint, tmp_path):
-    options = {"flash": FlashOption(memory=200_000), "cache_dir": tmp_path / "cache"}
-    with run_swarm(checkpoint, ["0:6"], flash_exact=True, **options) as swarm, run_client(swarm) as model:
-        assert not model.swarm.servers()[0].sparse
-        assert zoo.greedy_texts(model, LENGTH) == local_texts(checkpoint)
 
 
 @pytest.mark.slow

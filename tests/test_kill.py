@@ -8,7 +8,6 @@ from __future__ import annotations
 import itertools
 import logging
 import os
-import random
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -203,26 +202,10 @@ def test_a_server_is_killed_before_a_token(
             assert write(model, prompt, NEW, {token: kill(swarm, block)}) == expected, f"killed before token {token}"
 
 
-@pytest.mark.parametrize(
-    "dying", slow_except([(0, 4), (4, 8), (0, 4, 8)], (4, 8)), ids=lambda dying: "+".join(map(str, dying))
-)
 def test_several_servers_are_killed_at_once(
-    swarm: TestSwarm, model: Any, prompt: torch.Tensor, expected: list[int], dying: tuple[int, ...]
-) -> None:
-    assert write(model, prompt, NEW, {20: kill(swarm, *dying)}) == expected
-
-
-@pytest.mark.slow
-def test_servers_are_killed_in_the_middle_of_steps(
     swarm: TestSwarm, model: Any, prompt: torch.Tensor, expected: list[int]
 ) -> None:
-    """At whatever moment chance chooses."""
-    chance = random.Random(5)
-    for _ in range(30 if LONG else 3):
-        number = chance.randrange(len(SPANS))
-        moment = chance.randrange(1, len(BLOCKS) * (NEW - 1))
-        with replaced(swarm, SPANS[number]), in_step(moment, kill(swarm, BLOCKS[number])) as begin:
-            assert write(model, prompt, NEW, {1: begin}) == expected
+    assert write(model, prompt, NEW, {20: kill(swarm, 4, 8)}) == expected
 
 
 @pytest.mark.slow
@@ -368,26 +351,3 @@ def test_the_replacement_is_killed_during_the_replay(
     monkeypatch.setattr(HopSession, "replay", fatal)
     assert write(model, prompt, NEW, {40: kill(swarm, 4)}) == expected
     assert len(killed) == 1
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("patient")
-def test_the_servers_before_and_behind_are_killed_during_the_replay(
-    swarm: TestSwarm, model: Any, prompt: torch.Tensor, expected: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    replay = HopSession.replay
-    sessions: list[InferenceSession] = []
-
-    async def fatal(self: HopSession, *args: Any, **kwargs: Any) -> Any:
-        for session in sessions:
-            kill(swarm, 0, 8)(session)
-        sessions.clear()
-        return await replay(self, *args, **kwargs)
-
-    def begin(session: InferenceSession) -> None:
-        sessions.append(session)
-        kill(swarm, 4)(session)
-
-    monkeypatch.setattr(HopSession, "replay", fatal)
-    assert write(model, prompt, NEW, {40: begin}) == expected
-    assert not sessions

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarm.errors import PeerLost, ProtocolViolation
+from swarm.errors import PeerLost
 from swarm.protocol import messages
 from swarm.transport.stream import Stream
 from tests import virtual_time
-from tests.memory_hub import MAX_UNREAD_BYTES, MemoryHub, MemoryNetwork, stream_pair
+from tests.memory_hub import MAX_UNREAD_BYTES, MemoryHub, MemoryNetwork
 
 
 def test_a_handler_sees_who_calls_and_its_answer_comes_back():
@@ -32,66 +32,6 @@ def test_a_handler_sees_who_calls_and_its_answer_comes_back():
         frame = await stream.receive()
         assert messages.decode_server(frame.header) == messages.Refusal("who", "client")
         assert frame.payload == b"cba"
-
-    asyncio.run(scenario())
-
-
-def test_every_stream_has_a_handler_of_its_own():
-    async def scenario():
-        hub = MemoryHub()
-
-        async def handler(stream):
-            while True:
-                frame = await stream.receive()
-                await stream.send(messages.InfoRequest(), frame.payload)
-
-        await MemoryNetwork(hub, "server").serve(handler)
-        one = await MemoryNetwork(hub, "a").open_stream("server")
-        two = await MemoryNetwork(hub, "b").open_stream("server")
-        await two.send(messages.InfoRequest(), b"two")
-        assert (await two.receive()).payload == b"two"
-        await one.send(messages.InfoRequest(), b"one")
-        assert (await one.receive()).payload == b"one"
-        for task in hub.tasks:
-            task.cancel()
-
-    asyncio.run(scenario())
-
-
-def test_a_peer_that_does_not_serve_cannot_be_reached():
-    async def scenario():
-        with pytest.raises(PeerLost, match="…nobody cannot be reached"):
-            await MemoryNetwork(MemoryHub(), "client").open_stream("nobody")
-
-    asyncio.run(scenario())
-
-
-def test_a_closed_end_cannot_send_and_can_be_closed_again():
-    async def scenario():
-        ours, _ = stream_pair("us", "them")
-        ours.close()
-        ours.close()
-        with pytest.raises(PeerLost):
-            await ours.send(messages.InfoRequest())
-
-    asyncio.run(scenario())
-
-
-def test_finished_handlers_are_forgotten():
-    async def scenario():
-        hub = MemoryHub()
-        done = asyncio.Event()
-
-        async def handler(stream):
-            done.set()
-
-        await MemoryNetwork(hub, "server").serve(handler)
-        await MemoryNetwork(hub, "client").open_stream("server")
-        (task,) = hub.tasks
-        await task
-        assert done.is_set()
-        await asyncio.sleep(0)  # the callback that forgets it
-        assert not hub.tasks
 
     asyncio.run(scenario())
 
@@ -154,20 +94,6 @@ def test_each_direction_has_its_delay():
     run(scenario, delay=there_and_back)
 
 
-def test_messages_travel_side_by_side():
-    async def scenario(swarm):
-        stream = await swarm.client.open_stream("echo")
-        began = now()
-        for number in range(5):
-            await stream.send(HELLO, bytes([number]))
-            await asyncio.sleep(0.01)
-        for number in range(5):
-            assert (await stream.receive()).payload == bytes([number])
-            assert now() - began == pytest.approx(0.5 + number * 0.01)
-
-    run(scenario, delay=there_and_back)
-
-
 @given(st.lists(st.tuples(st.floats(0, 1), st.floats(0, 1)), min_size=1, max_size=12))
 def test_whatever_the_delays_nothing_is_overtaken(waits):
     """Pauses before each message, and the delay that rules when it is sent."""
@@ -218,24 +144,6 @@ def test_the_end_of_a_stream_travels_too_and_comes_last():
     run(scenario, delay=there_and_back)
 
 
-def test_a_stream_is_closed_when_its_handler_returns():
-    async def scenario(swarm):
-        for error in (None, PeerLost("gone"), ProtocolViolation("nonsense")):
-
-            async def handler(stream, error=error):
-                if error is not None:
-                    raise error
-
-            await MemoryNetwork(swarm.hub, "short").serve(handler)
-            stream = await swarm.client.open_stream("short")
-            with pytest.raises(PeerLost):
-                await stream.receive()
-            with pytest.raises(PeerLost):
-                await stream.send(HELLO)
-
-    run(scenario)
-
-
 def test_a_killed_peers_streams_end_at_once_for_the_others():
     async def scenario(swarm):
         stream = await swarm.client.open_stream("echo")
@@ -252,32 +160,6 @@ def test_a_killed_peers_streams_end_at_once_for_the_others():
         assert (swarm.heard, swarm.ends) == ([], ["killed"])
 
     run(scenario, delay=there_and_back)
-
-
-def test_a_killed_peer_calls_nobody():
-    async def scenario(swarm):
-        stream = await swarm.client.open_stream("echo")
-        swarm.hub.kill("client")
-        await asyncio.sleep(0)
-        with pytest.raises(PeerLost):
-            await stream.receive()
-        with pytest.raises(PeerLost):
-            await swarm.client.open_stream("echo")
-        await asyncio.sleep(0)
-        assert swarm.ends == ["lost"]
-
-    run(scenario)
-
-
-def test_a_killed_peer_may_start_again():
-    async def scenario(swarm):
-        swarm.hub.kill("echo")
-        await MemoryNetwork(swarm.hub, "echo").serve(swarm)
-        stream = await swarm.client.open_stream("echo")
-        await stream.send(HELLO, b"again")
-        assert (await stream.receive()).payload == b"again"
-
-    run(scenario)
 
 
 def test_nothing_passes_to_or_from_a_peer_that_hangs_and_everything_once_it_goes_on():
@@ -316,34 +198,6 @@ def test_a_peer_that_hangs_takes_only_so_much():
             assert len((await stream.receive()).payload) == length
 
     run(scenario)
-
-
-def test_killing_a_peer_that_hangs_lets_the_others_go():
-    async def scenario(swarm):
-        stream = await swarm.client.open_stream("echo")
-        swarm.hub.hang("echo")
-        sending = asyncio.create_task(stream.send(HELLO, bytes(2 * MAX_UNREAD_BYTES)))
-        opening = asyncio.create_task(swarm.client.open_stream("echo"))
-        await asyncio.sleep(1)
-        swarm.hub.kill("echo")
-        await sending
-        with pytest.raises(PeerLost):
-            await opening
-        with pytest.raises(PeerLost):
-            await stream.receive()
-
-    run(scenario)
-
-
-def test_an_opening_that_is_given_up_ends_its_stream():
-    async def scenario(swarm):
-        with pytest.raises(TimeoutError):
-            async with asyncio.timeout(0.4):
-                await swarm.client.open_stream("echo")
-        await asyncio.sleep(0.21)
-        assert swarm.ends == ["lost"]
-
-    run(scenario, delay=there_and_back)
 
 
 def test_single_messages_can_be_lost():

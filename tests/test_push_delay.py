@@ -1,12 +1,14 @@
 """What a token costs where the network is slow: real servers and a real client, on a clock that only delays move.
 
 With push a step travels from server to server and comes back once: N + 1 one-way delays for N servers. Without it every
-server is asked by the client: 2 N.
+server is asked by the client: 2 N. A lane alone keeps every server waiting while its token travels; lanes side by side
+fill that time (MDI-LLM, section III-C).
 """
 
 from __future__ import annotations
 
 import asyncio
+import copy
 import itertools
 from collections import Counter
 from collections.abc import Awaitable, Callable
@@ -256,19 +258,41 @@ def test_a_push_that_is_lost_is_noticed_and_made_up_for(whole, local, expected):
     run(lambda: Swarm(whole, local, 4), scenario)
 
 
-def test_a_push_that_comes_before_its_link(whole, local, expected):
-    """A server behind a slow line to the client learns late who may push to it."""
+LANE_SERVERS, LANE_TOKENS = 3, 12
 
-    def crooked(source: str, target: str) -> float:
-        return 0.5 if {source, target} == {"client", "server 2"} else 0.01
 
-    async def scenario(swarm):
-        tokens, (first, *seconds) = await swarm.generate()
-        assert tokens == expected
-        assert first == pytest.approx(
-            0.54
-        )  # the push waits for the link; then "server 2" connects, pushes, is answered
-        assert seconds == [pytest.approx(0.05)] * (TOKENS - 1)  # nobody waits for the copies on the slow line
+async def tokens_a_second(swarm: Swarm, lanes: int) -> float:
+    """Of all lanes together, after their prompts."""
+    loop = asyncio.get_running_loop()
+    sides = []
+    for _ in range(lanes):
+        side = copy.copy(swarm)
+        manner = RequestOptions("main", WireFormat.NONE, 60.0)
+        side.chain = Chain(
+            SessionContext(MemoryNetwork(swarm.hub, "client"), swarm.planner, manner, Span(0, zoo.BLOCKS), 64)
+        )
+        await side.chain.open()
+        sides.append(side)
+    firsts = [await side.feed(list(PROMPT)) for side in sides]
+    began = loop.time()
+
+    async def write(side: Swarm, token: int) -> None:
+        for _ in range(LANE_TOKENS):
+            token = await side.feed([token])
+
+    await asyncio.gather(*(write(side, token) for side, token in zip(sides, firsts, strict=True)))
+    seconds = loop.time() - began
+    for side in sides:
+        await side.chain.close()
+    return lanes * LANE_TOKENS / seconds
+
+
+@pytest.mark.parametrize(("lanes", "judged"), [(3, 2.8), (6, 5.4)])
+def test_lanes_use_the_time_in_which_others_travel(whole: SpanModel, local: Any, lanes: int, judged: float) -> None:
+    async def scenario(swarm: Swarm) -> None:
+        one = await tokens_a_second(swarm, 1)
+        assert one == pytest.approx(1 / ((LANE_SERVERS + 1) * DELAY))
+        assert await tokens_a_second(swarm, lanes) >= judged * one
         assert swarm.planner.failures == []
 
-    run(lambda: Swarm(whole, local, 4, delay=crooked), scenario)
+    run(lambda: Swarm(whole, local, LANE_SERVERS), scenario)

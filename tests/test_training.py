@@ -141,14 +141,6 @@ def test_a_batch_goes_several_ways_and_its_gradient_is_the_same(model: Any, loca
     assert_equal(found, local_gradients(local, adapter, ids, mask))
 
 
-def test_gradients_are_added_up_in_the_same_order_every_time(model: Any, local: Any) -> None:
-    """Where the ways are the same, so is every bit: what is late does not come last."""
-    ids, mask = batch(rows=1, tokens=40)
-    adapter = random_adapter(local)
-    first, second = (remote_gradients(model, local, adapter, ids, mask) for _ in range(2))
-    assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
-
-
 def test_only_what_wants_gradients_gets_them(model: Any, local: Any) -> None:
     """Some blocks have parts, some of these tensors are trained, one of them is a result of others."""
     ids, mask = batch()
@@ -166,21 +158,6 @@ def test_only_what_wants_gradients_gets_them(model: Any, local: Any) -> None:
     assert_equal([tensor.grad for tensor in wanted], right)
     assert first.down.grad is None
     assert adapter.parts[1].factors[0].down.grad is None
-
-
-def test_without_gradients_the_adapter_is_sent_as_well(model: Any, local: Any) -> None:
-    ids, mask = batch()
-    adapter = random_adapter(local)
-    with torch.no_grad(), adapted(local, adapter):
-        right = local(input_ids=ids, attention_mask=mask).logits
-    plain_logits = local(input_ids=ids, attention_mask=mask).logits
-    model.remote_blocks.adapter = adapter
-    with torch.no_grad():
-        found = model(input_ids=ids, attention_mask=mask).logits
-    real = mask.bool()
-    assert not found.requires_grad
-    torch.testing.assert_close(found[real], right[real], rtol=1e-4, atol=1e-4)
-    assert not torch.allclose(found[real], plain_logits[real], rtol=0.1, atol=0.1)
 
 
 def test_modules_between_blocks_are_trained(model: Any, local: Any) -> None:
@@ -209,32 +186,6 @@ def test_modules_between_blocks_are_trained(model: Any, local: Any) -> None:
     assert_equal(found, right)
 
 
-@pytest.mark.slow
-def test_a_server_that_is_killed_in_the_middle_of_the_way_back(folder: Path, local: Any) -> None:
-    ids, mask = batch()
-    adapter = random_adapter(local)
-    right = local_gradients(local, adapter, ids, mask)
-    with run_swarm(folder, SPANS) as swarm, run_client(swarm) as model:
-        model.remote_blocks.adapter = adapter
-        hidden = embedded(local, ids)
-        logits = model.lm_head(model.model.norm(_killing(swarm, model, hidden, mask)))
-        real = mask[:, 1:].bool()
-        loss = nn.functional.cross_entropy(logits[:, :-1][real], ids[:, 1:][real])
-        assert_equal(torch.autograd.grad(loss, [hidden, *adapter.tensors]), right)
-        assert len(swarm.holders("0:2")) == 1
-
-
-def _killing(swarm: TestSwarm, model: Any, hidden: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """The blocks' outputs. On the way back the first server is killed when the gradient arrives at block 3."""
-    middle = model.remote_blocks[:3](hidden, mask)
-
-    def kill(gradient: torch.Tensor) -> None:
-        replace(swarm, "0:2")
-
-    middle.register_hook(kill)
-    return model.remote_blocks[3:](middle, mask)
-
-
 def test_clients_train_different_adapters_on_the_same_servers(swarm: TestSwarm, local: Any) -> None:
     """At the same time, several steps each; each gets what it would get alone."""
     jobs = [(random_adapter(local, rank=rank, seed=rank), batch(seed=rank)) for rank in (1, 2, 3)]
@@ -253,52 +204,6 @@ def test_clients_train_different_adapters_on_the_same_servers(swarm: TestSwarm, 
             assert_equal(gradients, expected)
 
 
-def test_threads_of_one_client_go_back_at_the_same_time(model: Any, local: Any) -> None:
-    adapter = random_adapter(local)
-    model.remote_blocks.adapter = adapter
-    data = [batch(seed=seed) for seed in range(4)]
-
-    def gradients(one: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        hidden = embedded(local, one[0])
-        return torch.autograd.grad(loss_of(model, hidden, *one), [hidden, *adapter.tensors])
-
-    with ThreadPoolExecutor(len(data)) as pool:
-        found = list(pool.map(gradients, data))
-    for one, expected in zip(found, data, strict=True):
-        assert_equal(one, local_gradients(local, adapter, *expected))
-
-
-def test_an_optimizer_learns(model: Any, local: Any) -> None:
-    """Accumulated over two batches a step; the same losses as locally."""
-
-    def losses(over: Any) -> list[float]:
-        adapter = random_adapter(local, seed=5)
-        optimizer = torch.optim.AdamW(adapter.tensors, lr=0.02)
-        if over is model:
-            model.remote_blocks.adapter = adapter
-        found = []
-        for _ in range(4):
-            for part in range(2):
-                ids, mask = batch(seed=part)
-                hidden = embedded(local, ids)
-                if over is model:
-                    loss = loss_of(model, hidden, ids, mask)
-                    loss.backward()
-                else:
-                    with adapted(local, adapter):
-                        loss = loss_of(local, hidden, ids, mask)
-                    loss.backward()
-                found.append(float(loss.detach()))
-            torch.nn.utils.clip_grad_norm_(adapter.tensors, 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
-        return found
-
-    ours, theirs = losses(model), losses(local)
-    assert ours == pytest.approx(theirs, rel=1e-3)
-    assert ours[-1] < ours[1] - 0.1
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_16_bits_at_the_client(model: Any, local: Any, dtype: torch.dtype) -> None:
     """Hidden states and gradients of 16 bits here; servers compute in 32."""
@@ -313,40 +218,12 @@ def test_16_bits_at_the_client(model: Any, local: Any, dtype: torch.dtype) -> No
     assert_equal(found, right, 0.15)
 
 
-def test_autocast(model: Any, local: Any) -> None:
-    ids, _ = batch()
-    adapter = random_adapter(local)
-    model.remote_blocks.adapter = adapter
-    torch.manual_seed(0)
-    before = nn.Linear(32, 32)
-    hidden = embedded(local, ids)
-    right = torch.autograd.grad(
-        model.remote_blocks(before(hidden)).square().mean(), [hidden, *before.parameters(), *adapter.tensors]
-    )
-    with torch.autocast("cpu", torch.bfloat16):
-        output = model.remote_blocks(before(hidden))
-        loss = output.square().mean()
-    assert output.dtype is torch.bfloat16
-    found = torch.autograd.grad(loss, [hidden, *before.parameters(), *adapter.tensors])
-    assert_equal(found, right, 0.15)
-
-
 def test_gradients_of_gradients_are_refused(model: Any, local: Any) -> None:
     hidden = embedded(local, batch()[0])
     loss = model.remote_blocks(hidden).square().mean()
     with pytest.raises(SwarmError, match="leave create_graph=True out"):
         torch.autograd.grad(loss, [hidden], create_graph=True)
     torch.autograd.grad(loss, [hidden])
-
-
-def test_a_loss_that_is_not_finite_is_told_as_torch_tells_it(model: Any, local: Any) -> None:
-    """Whoever scales losses looks for it and goes on."""
-    adapter = random_adapter(local)
-    model.remote_blocks.adapter = adapter
-    hidden = embedded(local, batch()[0])
-    loss = model.remote_blocks(hidden).mean() * torch.inf
-    found = torch.autograd.grad(loss, [hidden, *adapter.tensors])
-    assert all(bool(gradient.isnan().all()) for gradient in found)
 
 
 def test_rows_of_padding_alone_have_no_gradient(model: Any, local: Any) -> None:
@@ -373,16 +250,6 @@ def test_an_adapter_that_does_not_fit_is_said_at_once_and_harms_nobody(model: An
         model.generate(ids, max_new_tokens=1)
     adapter = random_adapter(local)
     assert_equal(remote_gradients(model, local, adapter, ids, mask), local_gradients(local, adapter, ids, mask))
-
-
-def test_adapters_belong_to_all_slices_and_to_no_state_dict(model: Any) -> None:
-    blocks = model.remote_blocks
-    module = nn.Linear(2, 2)
-    blocks.adapter = module
-    assert blocks[1:3].adapter is blocks.adapter is module
-    blocks[2].adapter = None
-    assert blocks.adapter is None
-    assert not list(blocks.parameters())
 
 
 def test_blocks_of_the_clients_own(swarm: TestSwarm, local: Any) -> None:

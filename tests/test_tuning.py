@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 import swarm
 from swarm.data_structures import WireFormat
-from swarm.errors import AdapterError, AdapterMismatch, InvalidOption, UsageError
+from swarm.errors import AdapterError, AdapterMismatch, InvalidOption
 from swarm.models.cutting import cut_layers
 from tests.slow import slow_except
 from tests.swarms import TestSwarm, group_options, run_swarm
@@ -325,49 +325,6 @@ def test_sessions_beams_and_candidates_with_what_was_trained(llamas: TestSwarm, 
             assert_close(model.lm_head(torch.cat(parts, dim=1)), model(prompt).logits)
 
 
-def test_a_session_goes_on_with_what_it_began_with(llamas: TestSwarm) -> None:
-    prompt = batch(1, 7)
-    with tuned(llamas, tuning_mode="deep_ptune", pre_seq_len=POSITIONS) as model:
-        before = model.generate(prompt, **GREEDY)
-        with model.inference_session(max_length=32) as session:
-            model.generate(prompt, **GREEDY)
-            model.prompts.data.normal_()
-            model.deep_prompts.data.normal_()
-            session.position = 0
-            assert model.generate(prompt, **GREEDY).tolist() == before.tolist()
-        assert model.generate(prompt, **GREEDY).tolist() != before.tolist()
-
-
-@pytest.mark.parametrize("mode", ["deep_ptune", "lora"])
-def test_blocks_of_this_client_take_part(llamas: TestSwarm, tmp_path: Path, mode: str) -> None:
-    tokens = batch()
-    options = {"lora_config": {"init_lora_weights": False}} if mode == "lora" else {"pre_seq_len": POSITIONS}
-    with tuned(llamas, tuning_mode=mode, **options) as whole:
-        if mode == "deep_ptune":
-            whole.deep_prompts.data.normal_(std=0.3)
-        whole.save_pretrained(tmp_path)
-        whole(tokens, labels=tokens).loss.backward()
-        with tuned(llamas, adapter=tmp_path, trainable=True, local_blocks=3) as model:
-            model(tokens, labels=tokens).loss.backward()
-            expected = {name: one.grad for name, one in whole.named_parameters() if one.requires_grad}
-            found = {name: one.grad for name, one in model.named_parameters() if one.requires_grad}
-            assert set(found) == set(expected)
-            for name, gradient in expected.items():
-                assert_close(found[name], gradient)
-            assert model.generate(tokens, **GREEDY).tolist() == whole.generate(tokens, **GREEDY).tolist()
-
-
-def test_a_head_alone_is_trained_saved_and_loaded(llamas: TestSwarm, tmp_path: Path) -> None:
-    kind = swarm.AutoDistributedModelForSequenceClassification
-    with tuned(llamas, kind, num_labels=3) as model:
-        assert [name for name, one in model.named_parameters() if one.requires_grad] == ["score.weight"]
-        model.save_pretrained(tmp_path)
-        expected = model(batch()).logits
-    with tuned(llamas, kind, adapter=tmp_path) as model:
-        assert_close(model(batch()).logits, expected)
-        assert not any(one.requires_grad for one in model.parameters())
-
-
 def test_an_adapter_that_does_not_fit_is_refused(llamas: TestSwarm, tmp_path: Path) -> None:
     classifies = swarm.AutoModelForPromptTuning
     with tuned(llamas, classifies, pre_seq_len=POSITIONS) as model:
@@ -394,32 +351,6 @@ def test_an_adapter_that_does_not_fit_is_refused(llamas: TestSwarm, tmp_path: Pa
             pass
 
 
-def test_what_stays_on_servers_is_said_and_nothing_untrained_is_saved(llamas: TestSwarm, tmp_path: Path) -> None:
-    with tuned(llamas) as model:
-        for name in ("output_hidden_states", "output_attentions"):
-            with pytest.raises(UsageError, match=name):
-                model(batch(), **{name: True})
-        with pytest.raises(UsageError, match="this model has nothing to save"):
-            model.save_pretrained(tmp_path)
-        with pytest.raises(UsageError, match="this model has nothing to save"):
-            model.push_to_hub("me/nothing")
-
-
-def test_other_ways_to_call_a_model_with_virtual_tokens(llamas: TestSwarm) -> None:
-    tokens = batch()
-    with tuned(llamas, tuning_mode="ptune", pre_seq_len=POSITIONS) as model:
-        expected = model(tokens, labels=tokens)
-        loss, logits = model(tokens, labels=tokens, return_dict=False)
-        assert_close(loss, expected.loss)
-        assert_close(logits, expected.logits)
-        assert_close(model(inputs_embeds=model.word_embeddings(tokens)).logits, expected.logits)
-        assert_close(model.lm_head(model.model(tokens).last_hidden_state), expected.logits)
-        begun = model(tokens[:, :5], use_cache=True)
-        assert_close(begun.logits, expected.logits[:, :5])
-        rest = model(tokens[:, 5:], past_key_values=begun.past_key_values)
-        assert_close(rest.logits, expected.logits[:, 5:])
-
-
 def test_trained_parameters_are_float32_in_a_16_bit_model(llamas: TestSwarm) -> None:
     kinds = {
         "ptune": swarm.AutoModelForPromptTuning,
@@ -434,20 +365,6 @@ def test_trained_parameters_are_float32_in_a_16_bit_model(llamas: TestSwarm) -> 
             assert all(
                 one.grad is not None and one.grad.isfinite().all() for one in model.parameters() if one.requires_grad
             )
-
-
-def test_a_state_is_what_was_trained(llamas: TestSwarm) -> None:
-    with tuned(llamas, swarm.AutoModelForPromptTuning, pre_seq_len=POSITIONS) as model:
-        state = copy.deepcopy(model.state_dict())
-        assert set(state) == {"prompts", "score.weight"}
-        with torch.no_grad():
-            for one in model.parameters():
-                if one.requires_grad:
-                    one.zero_()
-        assert not model.load_state_dict(state).missing_keys
-        assert torch.equal(model.prompts, state["prompts"])
-        with pytest.raises(RuntimeError, match="prompts"):
-            model.load_state_dict({"score.weight": state["score.weight"]})
 
 
 # Loops that others wrote.
@@ -522,33 +439,6 @@ def test_trainer_gives_the_losses_of_the_local_run_and_resumes(llamas: TestSwarm
     with tuned(llamas, adapter=tmp_path / "whole" / "checkpoint-4") as model:
         found = model.state_dict()
         assert all(torch.equal(found[name], tensor) for name, tensor in trained.items())
-
-
-class Labelled(Texts):
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        tokens = batch(1, 8, seed=index)[0]
-        return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": int(tokens[-1]) % 2}
-
-
-@pytest.mark.usefixtures("fresh_accelerate")
-def test_trainer_evaluates_and_takes_the_best_back(llamas: TestSwarm, tmp_path: Path) -> None:
-    with tuned(llamas, swarm.AutoModelForPromptTuning, pre_seq_len=POSITIONS) as model:
-        run = trainer(
-            model,
-            tmp_path,
-            Labelled(),
-            max_steps=4,
-            eval_strategy="steps",
-            eval_steps=2,
-            load_best_model_at_end=True,
-            metric_for_best_model="eval_loss",
-            bf16=True,
-        )
-        run.train()
-        evaluated = [entry["eval_loss"] for entry in run.state.log_history if "eval_loss" in entry]
-        assert run.state.best_metric == min(evaluated)
-        assert run.evaluate()["eval_loss"] == pytest.approx(min(evaluated), rel=1e-3)
-        assert run.predict(Labelled()).predictions.shape == (12, 2)
 
 
 @pytest.mark.usefixtures("fresh_accelerate")

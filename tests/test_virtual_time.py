@@ -7,9 +7,7 @@ import time
 
 import pytest
 
-from swarm.errors import ServerClosing
 from tests import virtual_time
-from tests.virtual_time import InlineRuntime
 
 
 def test_hours_pass_at_once_and_to_the_microsecond():
@@ -23,20 +21,6 @@ def test_hours_pass_at_once_and_to_the_microsecond():
     real = time.monotonic()
     virtual_time.run(scenario)
     assert time.monotonic() - real < 60  # the real clock is back
-
-
-def test_timers_fire_in_order():
-    async def scenario():
-        order = []
-
-        async def after(seconds):
-            await asyncio.sleep(seconds)
-            order.append((seconds, asyncio.get_running_loop().time()))
-
-        await asyncio.gather(*map(after, (3, 1, 2)))
-        assert order == [(1, pytest.approx(1)), (2, pytest.approx(2)), (3, pytest.approx(3))]
-
-    virtual_time.run(scenario)
 
 
 def test_a_deadlock_is_an_error_and_not_a_hang():
@@ -65,16 +49,3 @@ def test_an_error_in_the_background_is_not_lost():
 
     with pytest.raises(AssertionError, match="ZeroDivisionError"):
         virtual_time.run(scenario)
-
-
-def test_the_inline_runtime_takes_as_long_as_it_is_told():
-    async def scenario():
-        runtime = InlineRuntime(0.5)
-        assert await runtime.run(int, "7") == 7
-        assert asyncio.get_running_loop().time() == pytest.approx(0.5)
-        assert runtime.jobs == 1
-        runtime.close()
-        with pytest.raises(ServerClosing):
-            await runtime.run(int)
-
-    virtual_time.run(scenario)

@@ -37,7 +37,6 @@ FILE_PATH = click.Path(dir_okay=False, path_type=Path)
 @console.membership_option
 @click.option("--write", type=FILE_PATH, help="Write the group's description as YAML, to edit and plan again.")
 @click.option("--json", "json_file", type=FILE_PATH, help="Write the plan as JSON.")
-@click.option("--plot", type=FILE_PATH, help="Write a chart of how busy each device is, as PNG.")
 @console.errors_to_exit_codes
 def main(
     file: Path | None,
@@ -51,7 +50,6 @@ def main(
     membership: str | None,
     write: Path | None,
     json_file: Path | None,
-    plot: Path | None,
 ) -> None:
     """Plan a private swarm: print which blocks each device should hold, and the commands that start the servers.
 
@@ -86,8 +84,6 @@ def main(
     click.echo(f"\n{plan_report.format_commands(plan, startup)}")
     if json_file is not None:
         _write(json_file, plan_report.plan_to_json(group, plan, advice, startup))
-    if plot is not None:
-        plan_report.plot_plan(plan, plot)
 
 
 def _model_size(description: GroupDescription, cache_dir: Path | None) -> ModelSize:

@@ -42,19 +42,6 @@ def test_the_drawn_neurons_have_the_shares_of_the_paper():
     assert np.mean(active) / NEURONS == pytest.approx(0.033, rel=0.05)
 
 
-def test_a_seed_gives_the_same_neurons_in_any_order_of_tokens():
-    planted = PlantedNeurons.like(PAPER)
-    layer, again, other = planted.draw(512, 1), planted.draw(512, 1), planted.draw(512, 2)
-    backwards = [again.selected(token) for token in (2, 1, 0)][::-1]
-    assert all(np.array_equal(layer.selected(token), backwards[token]) for token in range(3))
-    assert not np.array_equal(layer.selected(0), other.selected(0))
-
-
-def test_truly_active_neurons_are_among_the_selected():
-    layer = PlantedNeurons.like(PAPER).draw(4096, 1)
-    assert np.isin(layer.truly_active(7), layer.selected(7)).all()
-
-
 def test_what_cannot_go_together_reads_as_much_as_was_measured():
     # Five tokens that add 2 % each to the first one's 12 % need at least 20 % together.
     planted = PlantedNeurons.like(Measured("impossible", 0.06, 0.12, 5, 0.13, 0.02))

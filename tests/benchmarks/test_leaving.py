@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -47,25 +46,7 @@ def test_a_batch_leaves_as_a_whole_when_its_last_row_has_been_sure(seed, thresho
     assert torch.where(together == 0, never, together).equal(expected)
 
 
-@given(st.integers(0, 100), thresholds, thresholds)
-def test_a_stricter_threshold_skips_no_more(seed, one, other):
-    found, full = text(seed)
-    loose, strict = (
-        quality(leave(confidences(seed), threshold, 1, "row"), found, full, BLOCKS)
-        for threshold in sorted((one, other))
-    )
-    assert strict.skipped <= loose.skipped
-    assert strict.left <= loose.left
-
-
 def test_a_text_that_no_token_leaves_is_the_full_models():
     found, full = text(0)
     worth = quality(leave(confidences(0), 1.0, 1, "row"), found, full, BLOCKS)
     assert (worth.left, worth.skipped, worth.agreement, worth.perplexity) == (0, 0, 1, 0)
-
-
-def test_tokens_count_where_they_left():
-    found, full = text(0)
-    worth = quality(torch.full((8, 6), 9), found, full, BLOCKS)
-    assert worth.skipped == pytest.approx(0.25)
-    assert worth.agreement == pytest.approx(float((found[9].token == full.token).float().mean()))

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from benchmarks.common.peer_memory import WARM_UP_S, WINDOW_S, MemorySample, PeerMemory, growth
+from benchmarks.common.peer_memory import WARM_UP_S, WINDOW_S, PeerMemory, growth
 
 HOUR_S = 3600.0
 MB = 2.0**20
@@ -23,18 +23,6 @@ def test_steady_growth_is_measured_between_the_middles_of_both_windows():
     assert found.bytes == pytest.approx(MB * found.seconds / 60)
 
 
-def test_one_moment_says_nothing():
-    samples = [(float(when), 900 * MB if when % 300 == 0 else 50 * MB) for when in range(0, 3600, 10)]
-    assert growth(samples).bytes == 0
-
-
-@pytest.mark.parametrize("count", [1, 2, 5])
-def test_a_short_life(count):
-    found = growth([(10.0 * number, MB * number) for number in range(count)])
-    assert 0 <= found.bytes <= MB * (count - 1)
-    assert found.seconds <= 10.0 * count
-
-
 def test_samples_of_a_process():
     memory = PeerMemory()
     assert memory.life_s == 0
@@ -46,9 +34,3 @@ def test_samples_of_a_process():
     assert memory.life_s > 0
     memory.take_sample(2**22 + 1)  # there is no such process: beyond the largest id
     assert len(memory.samples) == 3
-
-
-def test_a_daemon_has_its_own_growth():
-    memory = PeerMemory([MemorySample(60.0 * minute, 10, 100 * minute) for minute in range(61)])
-    assert memory.growth().bytes == 0
-    assert memory.daemon_growth().bytes > 0

@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.flash.experts.routing_trace import fewest_reads, overlap, reads
+from benchmarks.flash.experts.routing_trace import fewest_reads, reads
 from swarm.models.flash.stay_priority import DecayedFrequency, LeastRecentlyUsed
 
 
@@ -48,22 +48,3 @@ def test_no_rule_reads_less_than_the_best_possible_cache(trace, slots):
     best = fewest_reads(trace, slots).sum()
     for rule in (LeastRecentlyUsed(2, 6), DecayedFrequency(2, 6, 4), DecayedFrequency(2, 6)):
         assert best <= reads(trace, slots, rule).sum() <= trace.size
-
-
-@given(traces(tokens=20, experts=6))
-def test_with_room_for_all_each_expert_is_read_once(trace):
-    different = sum(len(np.unique(trace[:, block])) for block in range(2))
-    assert reads(trace, 12, LeastRecentlyUsed(2, 6)).sum() == different
-    assert fewest_reads(trace, 12).sum() == different
-
-
-def test_a_known_case():
-    """One block, two slots, 0 1 2 0 1: whoever leaves for 2, one of the others is read again, and 2 was read too."""
-    trace = np.array([0, 1, 2, 0, 1]).reshape(5, 1, 1)
-    assert fewest_reads(trace, 2).tolist() == [1, 1, 1, 0, 1]
-    assert reads(trace, 2, LeastRecentlyUsed(1, 3)).tolist() == [1, 1, 1, 1, 1]
-
-
-def test_the_overlap_of_neighboring_tokens():
-    trace = np.array([[[0, 1]], [[1, 2]], [[2, 1]]])
-    assert overlap(trace) == 0.75

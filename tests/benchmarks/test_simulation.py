@@ -6,11 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.simulation.result import SimulationResult, compute_statistics, format_result, simulate
+from benchmarks.simulation.result import SimulationResult, compute_statistics, simulate
 from benchmarks.simulation.scenario import SCENARIOS, Churn, Join, Leave, Lie, Machines, Scenario
 from benchmarks.simulation.state import CoverageGap, GroundTruth, SimulatedDirectory
 from swarm.data_structures import Mobility, ServerState, Span
-from swarm.dht.announcer import LIFETIME_PERIODS
 from swarm.server.placement import initial_blocks as block_selection
 from swarm.server.placement.best_move import take_snapshot
 from swarm.server.placement.initial_blocks import block_throughputs
@@ -60,14 +59,6 @@ def test_a_stretch_that_vanishes_without_a_word_is_held_again_soon_after_its_rec
     assert expiry - scenario.update_period <= outage.ended - outage.began <= expiry + 2 * scenario.update_period
 
 
-@pytest.mark.parametrize("seed", slow_except(range(2), 0))
-def test_gaps_are_closed_by_the_others_though_half_of_all_servers_are_pinned(seed):
-    scenario = with_events(Leave(at=1200, blocks=(8, 12)), machines=Machines(blocks=(2, 6), pinned=0.5))
-    *_, outage = compute_statistics(simulate(scenario, seed)).outages
-    assert outage.began == 1200
-    assert outage.ended - outage.began <= 2 * scenario.update_period
-
-
 def test_churn_opens_no_gaps_and_costs_few_moves():
     found = compute_statistics(simulate(with_events(Churn(at=900, until=2400, hourly=0.1, silently=0.5))))
     assert found.outages == ()
@@ -94,26 +85,6 @@ def test_the_same_seed_gives_the_same_outcome_and_another_one_another():
     assert simulate(scenario, 1).moves != simulate(scenario, 2).moves
 
 
-def test_nobody_there():
-    outcome = simulate(replace(SMALL, events=()))
-    assert all(sample.bottleneck == sample.optimum == 0 for sample in outcome.samples)
-    assert compute_statistics(outcome).steady == 0
-
-
-def test_too_few_servers_for_all_blocks_do_not_move_about():
-    outcome = simulate(replace(SMALL, events=(Join(servers=3, over=600),)))
-    assert outcome.samples[-1].gaps > 0
-    assert len(outcome.moves) <= 3
-
-
-def test_the_text_says_what_happened():
-    scenario = with_events(Leave(at=1200, blocks=(8, 12)))
-    result = simulate(scenario)
-    text = format_result(result, compute_statistics(result))
-    assert "of the optimum from 0:25:00 on" in text
-    assert "Outages: 1, periods in which some block had no server\n  blocks 8:12 from 0:20:00 on, first" in text
-
-
 def test_gaps_begin_with_the_last_holder_and_end_with_the_next():
     truth = GroundTruth(4)
     assert truth.all_gaps() == ()  # nobody has served yet: nothing was lost
@@ -126,15 +97,6 @@ def test_gaps_begin_with_the_last_holder_and_end_with_the_next():
     truth.start_serving(2, Span(0, 1), 1.0, False, now=7.0)
     assert truth.all_gaps() == (CoverageGap(0, 2.0, 7.0),)
     assert truth.gaps_now == 0
-
-
-def test_the_optimum_is_an_even_share_of_those_that_are_there():
-    truth = GroundTruth(4)
-    truth.server_joined(0, 10.0)
-    truth.server_joined(1, 6.0)
-    assert truth.optimum == 4.0
-    truth.server_left(1)
-    assert (truth.optimum, truth.joined, truth.left) == (2.5, 2, 1)
 
 
 def test_the_blocks_of_liars():
@@ -172,11 +134,6 @@ def test_a_server_that_vanishes_is_seen_until_its_last_renewal_expires(vanished,
     announce(where, 0, now=0.0)
     where.vanish(0, announced=0.0, now=vanished)
     assert [visible(where, now) for now in (1.0, gone - 0.1, gone)] == [1, 1, 0]
-
-
-def test_records_live_as_long_as_real_ones():
-    scenario = Scenario("", blocks=1, duration=1, events=())
-    assert scenario.record_periods == LIFETIME_PERIODS
 
 
 def test_servers_see_what_real_ones_make_of_the_same_announcements():

@@ -34,7 +34,7 @@ OPTIONS = {
     },
     "plan": {
         "file", "--model", "--revision", "--dtype", "--quant", "--cache-tokens", "--cache-dir", "--initial-peers",
-        "--membership", "--write", "--json", "--plot", "--help",
+        "--membership", "--write", "--json", "--help",
     },
     "gateway": {
         "models", "--initial-peers", "--membership", "--host", "--port", "--keys", "--open", "--host-name",

@@ -14,36 +14,15 @@ MAX_NEW_TOKENS = 3
 LIMIT_BYTES = 2 << 20
 """Of a body, as gateways have it by default."""
 
-PATHS = (
-    *("/v1/models", "/v1/models/demo", "/v1/models/nobody", "/v1/models/%00%ff%2e%2e/..", "/v1/models/" + "a" * 5000),
-    *(
-        "/healthz",
-        "/readyz",
-        "/metrics",
-        "/",
-        "/page/app.js",
-        "/page/../../../etc/passwd",
-        "/page/%2e%2e/%2e%2e/app.py",
-    ),
-    *("/page/%00", "/page", "/page/", "//else.where/", "/page//etc/passwd", "/page/" + "a/" * 500, "/nothing?%ff&&=#"),
-    *("*", "http://else.where/v1/models", "/v1/chat/completions", "/v1/completions", "/v1/completions/", "/%", "/\\"),
-)
+_PATHS = r"""
+    /v1/models /v1/models/demo /v1/models/nobody /v1/models/%00%ff%2e%2e/.. /healthz /readyz /metrics / /page/app.js
+    /page/../../../etc/passwd /page/%2e%2e/%2e%2e/app.py /page/%00 /page /page/ //else.where/ /page//etc/passwd
+    /nothing?%ff&&=# * http://else.where/v1/models /v1/chat/completions /v1/completions /v1/completions/ /% /\
+"""
+PATHS = [*_PATHS.split(), "/v1/models/" + "a" * 5000, "/page/" + "a/" * 500]
 METHODS = ("GET", "HEAD", "POST", "PUT", "OPTIONS", "DELETE", "PATCH", "TRACE", "CONNECT", "get", "A" * 200)
-HOSTS = (
-    "127.0.0.1",
-    "localhost:1",
-    "evil.example",
-    "[::1]",
-    "[zz]",
-    "[",
-    "]",
-    "a@b",
-    "a b",
-    "",
-    "..",
-    "\xe4",
-    "x" * 900,
-)
+_HOSTS = "127.0.0.1 localhost:1 evil.example [::1] [zz] [ ] a@b .. \xe4"
+HOSTS = ["a b", "", "x" * 900, *_HOSTS.split()]
 ORIGINS = ("null", "http://else.where", "http://127.0.0.1", "http://[", "://", "file://", "http://127.0.0.1:99999999")
 RANGES = (
     "bytes=0-",
@@ -77,82 +56,28 @@ NOT_HTTP = (
     b"GET /" + b"a" * 70_000 + b" HTTP/1.1\r\nHost: x\r\n\r\n",
 )
 
-SCHEMAS: tuple[Any, ...] = (
+SCHEMAS: list[Any] = [
     *({}, {"type": "object"}, {"type": "nothing"}, {"type": 5}, {"$ref": "#"}, {"$ref": "#/a/b"}, {"enum": []}),
-    *(
-        {"type": "string", "pattern": "(a|aa)+$"},
-        {"type": "string", "pattern": "("},
-        {"type": "string", "maxLength": 10**9},
-    ),
-    *(
-        {"minProperties": 10**6, "type": "object"},
-        {"properties": {"a": {"$ref": "#"}}, "required": ["a"]},
-        {"anyOf": []},
-    ),
-    *(
-        {"allOf": [{"type": "string", "pattern": f"(a|b){{{n}}}.*"} for n in range(40)]},
-        {"properties": []},
-        {"type": []},
-    ),
-)
-VALUES: tuple[Any, ...] = (
+    *({"type": "string", "pattern": pattern} for pattern in ("(a|aa)+$", "(")),
+    *({"type": "string", "maxLength": 10**9}, {"type": "object", "minProperties": 10**6}, {"properties": []}),
+    *({"properties": {"a": {"$ref": "#"}}, "required": ["a"]}, {"anyOf": []}, {"type": []}),
+    {"allOf": [{"type": "string", "pattern": f"(a|b){{{n}}}.*"} for n in range(40)]},
+]
+VALUES: list[Any] = [
     *(None, True, False, 0, -1, 1, 2, 0.5, -0.0, 1e308, 5e-324, 2**31, 2**53, 2**63, 2**64, -(2**63) - 1, 10**400),
-    *(
-        "",
-        "a",
-        "\0",
-        "\U0001f600",
-        "demo",
-        "x" * 5000,
-        "<|endoftext|>",
-        "{{ 7 * 7 }}",
-        [],
-        [[]],
-        [[0]],
-        [None],
-        [-1],
-        {},
-    ),
-    *({"": None}, {"a": {"b": {}}}, {"0": 100}, {"2048": 1}, {"-1": 1}, {"\u00b2": 1}, [2047], [2048], ["a"] * 9),
-)
-CONTENTS: tuple[Any, ...] = (
-    *(
-        "Hi",
-        "",
-        None,
-        [],
-        [{"type": "text", "text": "Hi"}],
-        [{"type": "image_url"}],
-        [{"type": "text", "text": 5}],
-        "a" * 60_000,
-    ),
-)
-FIELDS = (
-    *(
-        "model",
-        "messages",
-        "prompt",
-        "max_tokens",
-        "max_completion_tokens",
-        "temperature",
-        "top_p",
-        "top_k",
-        "n",
-        "stop",
-    ),
-    *(
-        "seed",
-        "presence_penalty",
-        "frequency_penalty",
-        "logit_bias",
-        "stream",
-        "stream_options",
-        "early_exit",
-        "logprobs",
-    ),
-    *("top_logprobs", "response_format", "tools", "tool_choice", "parallel_tool_calls", "functions", "audio", "echo"),
-    *("best_of", "suffix", "user", "unknown"),
-)
+    *("", "a", "\0", "\U0001f600", "demo", "x" * 5000, "<|endoftext|>", "{{ 7 * 7 }}", [], [[]], [[0]], [None], [-1]),
+    *({}, {"": None}, {"a": {"b": {}}}, {"0": 100}, {"2048": 1}, {"-1": 1}, {"\u00b2": 1}, [2047], [2048], ["a"] * 9),
+]
+CONTENTS: list[Any] = [
+    *("Hi", "", None, [], [{"type": "image_url"}], "a" * 60_000),
+    *([{"type": "text", "text": text}] for text in ("Hi", 5)),
+]
+_FIELDS = """
+    model messages prompt max_tokens max_completion_tokens temperature top_p top_k n stop seed presence_penalty
+    frequency_penalty logit_bias stream stream_options early_exit logprobs top_logprobs response_format tools
+    tool_choice parallel_tool_calls functions audio echo best_of suffix user unknown
+"""
+FIELDS = _FIELDS.split()
 CALL_ARGUMENTS = ('{"a": 1}', "{", "[" * 5000, '"\\ud800"', "NaN", "9" * 5000, "")
 
 

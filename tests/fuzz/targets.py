@@ -89,10 +89,6 @@ class Targets:
     folder: Path
 
     @property
-    def gateway_pid(self) -> int:
-        return self.gateway.pid
-
-    @property
     def all(self) -> tuple[Target, ...]:
         return (*self.servers, *self.bootstraps, self.gateway)
 

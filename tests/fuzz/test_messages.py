@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import random
-from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
 import pytest
@@ -21,8 +19,7 @@ from swarm.transport.dht import messages
 from swarm.transport.dht.records import Accepted, RecordChecker, RecordProblem, key_bytes
 from tests.fuzz.campaign import batch_random
 from tests.fuzz.dht_messages import MAX_BYTES, DhtMessages, Stranger, wrongly_stored
-from tests.fuzz.http_connection import Answer, HttpConnection
-from tests.fuzz.http_messages import HttpMessages, request
+from tests.fuzz.http_messages import HttpMessages
 from tests.infos import server_info
 from tests.transport.dht.hostile import owner_name, private_key
 
@@ -96,15 +93,6 @@ def test_what_should_not_have_been_stored_is_noticed(strangers):
     assert "signature" in wrongly_stored(store(replace(good, expires=good.expires + 1)), [True], own)
 
 
-def test_http_follows_from_the_seed():
-    def sent(seed: int) -> list[bytes]:
-        made = HttpMessages(batch_random("http", seed, 1), MODEL)
-        return [make() for _ in range(10) for make in (made.generation, made.head, made.framing, made.json_bytes)]
-
-    assert sent(1) == sent(1)
-    assert sent(1) != sent(2)
-
-
 def test_requests_to_generate_never_ask_for_much():
     made = HttpMessages(batch_random("http", 1, 2), MODEL)
     for _ in range(500):
@@ -113,58 +101,3 @@ def test_requests_to_generate_never_ask_for_much():
         wanted = [body.get(name) for name in ("max_tokens", "max_completion_tokens")]
         assert any(one is not None for one in wanted)
         assert not any(isinstance(one, int) and 3 < one < 2**31 for one in wanted)
-
-
-def serve(answers: bytes, work: Callable[[HttpConnection], Awaitable[None]]) -> None:
-    """Let `work` use a connection to a server that says this to everything, and then ends the connection."""
-
-    async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.read(1)
-        writer.write(answers)
-        writer.close()
-
-    async def scenario() -> None:
-        server = await asyncio.start_server(handle, "127.0.0.1")
-        async with server, HttpConnection(server.sockets[0].getsockname()) as connection:
-            await work(connection)
-
-    asyncio.run(scenario())
-
-
-OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n"
-
-
-def test_answers_in_a_row_are_read_one_by_one():
-    async def work(connection: HttpConnection) -> None:
-        await connection.send(request("GET", "/"))
-        assert [await connection.receive() for _ in range(2)] == [Answer(200, b"ab"), Answer(404, b"c")]
-        assert await connection.receive() == Answer()
-        assert not connection.is_open
-
-    chunked = b"HTTP/1.1 404 No\r\nTransfer-Encoding: chunked\r\n\r\n1\r\nc\r\n0\r\n\r\n"
-    serve(OK + b"ab" + chunked, work)
-
-
-def test_an_answer_that_is_none():
-    for answer in [
-        b"",
-        OK,
-        OK + b"a",
-        b"HTTP/1.1 2",
-        b"no HTTP\r\n\r\n",
-        b"\0" * 10**6,
-    ]:
-
-        async def work(connection: HttpConnection) -> None:
-            await connection.send(request("GET", "/"), ends=True)
-            assert await connection.receive() == Answer()
-
-        serve(answer, work)
-
-
-def test_an_answer_to_head_has_no_body():
-    async def work(connection: HttpConnection) -> None:
-        await connection.send(request("HEAD", "/"))
-        assert [await connection.receive(method) for method in ("HEAD", "GET")] == [Answer(200), Answer(200, b"xy")]
-
-    serve(OK + OK + b"xy", work)

@@ -6,7 +6,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarm.common.console import SECRET_PATTERN
 from swarm.errors import MembershipError
 from swarm.membership.invite import INVITE_PREFIX, parse_invite, read_invite
 from tests.members import TestAuthority
@@ -23,21 +22,10 @@ def test_a_line_is_one_word_and_comes_back():
     assert len(LINE) < 500
 
 
-def test_the_key_is_not_shown():
-    assert repr(INVITE.private_key)[2:-1] not in repr(INVITE)
-    assert INVITE.private_key.hex() not in repr(INVITE)
-    assert SECRET_PATTERN.sub("[secret]", f"a {LINE} b") == "a [secret] b"
-
-
 def test_it_is_read_as_a_line_or_from_a_file(tmp_path):
     path = tmp_path / "anna.invite"
     path.write_text(f"{LINE}\n")
     assert read_invite(LINE) == read_invite(f" {LINE}\n") == read_invite(path) == read_invite(str(path)) == INVITE
-
-
-@pytest.mark.parametrize("nothing", [None, ""])
-def test_nothing_stands_for_an_open_swarm(nothing):
-    assert read_invite(nothing) is None
 
 
 @given(cut=st.integers(len(INVITE_PREFIX), len(LINE) - 1))
@@ -62,22 +50,8 @@ def test_a_key_of_somebody_else_does_not_fit():
         parse_invite(mixed.to_line())
 
 
-@pytest.mark.parametrize("text", ["sk-swarm-abc", "x" * 5000, "\x00"])
-def test_what_is_neither_a_line_nor_a_file_is_told_so(text):
-    with pytest.raises(MembershipError, match=r"neither an invite .* nor a file"):
-        read_invite(text)
-
-
 def test_part_of_an_invite_is_not_repeated():
     with pytest.raises(MembershipError) as found:
         read_invite(LINE[40:])
     assert LINE[-43:] not in str(found.value)
     assert LINE[60:80] not in str(found.value)
-
-
-def test_a_file_without_an_invite_is_named(tmp_path):
-    for content in [b"", b"nonsense", b"\xff\xfe", b"x" * 100_000]:
-        path = tmp_path / "a.invite"
-        path.write_bytes(content)
-        with pytest.raises(MembershipError, match=r"a\.invite"):
-            read_invite(path)

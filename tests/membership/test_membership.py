@@ -1,13 +1,10 @@
 from __future__ import annotations
 
-import time
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from swarm.errors import MembershipExpired, MembershipNotProven, MembershipRevoked, ProtocolViolation, UnknownAuthority
-from swarm.membership import membership as module
 from swarm.membership.certificates import Purpose
 from swarm.membership.membership import Membership, Statement
 from tests.members import TestAuthority
@@ -127,16 +124,3 @@ def test_a_file_that_cannot_be_used_is_replaced_by_the_next_list(tmp_path, conte
     newest = TestAuthority.revoke(AUTHORITY)
     assert peer.learn(newest)
     assert store.read_bytes() == newest
-
-
-def test_a_folder_that_cannot_be_written_stops_nobody(tmp_path):
-    peer = Membership(ANNA, tmp_path / "missing" / "peer.key.revocations")
-    assert peer.learn(AUTHORITY.revoke())
-
-
-def test_few_certificates_are_remembered(monkeypatch):
-    monkeypatch.setattr(module, "MAX_KNOWN_CERTIFICATES", 2)
-    judge = Membership(ANNA)
-    for _ in range(5):
-        judge.judge(AUTHORITY.invite(now=time.time()).encoded_certificate)
-    assert len(judge._known) == 2

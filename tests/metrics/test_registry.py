@@ -11,7 +11,6 @@ import pytest
 
 from swarm.common.version import VERSION
 from swarm.metrics.registry import PERIOD_S, EventLoopMetrics, Registry, encode_metrics, new_registry
-from swarm.metrics.server import ServerMetrics
 from tests import virtual_time
 from tests.metrics.readings import Readings, parse, value
 
@@ -25,16 +24,6 @@ def test_a_process_tells_its_version_and_what_it_takes() -> None:
     told = value(readings, "process_resident_memory_bytes")
     assert told is not None
     assert resident / 2 < told < resident * 2
-
-
-def test_registries_know_nothing_of_each_other() -> None:
-    first, second = Registry(), Registry()
-    ServerMetrics(first).session_opened()
-    ServerMetrics(second)
-    counts = [
-        value(parse(encode_metrics(one)[0].decode()), "swarm_server_sessions_opened_total") for one in (first, second)
-    ]
-    assert counts == [1, 0]
 
 
 def read(registry: Registry) -> Readings:
@@ -57,18 +46,5 @@ def test_what_blocks_the_loop_is_its_lag() -> None:
         assert value(after, "swarm_loop_lag_seconds_bucket", le="2.0") == 10
         assert value(after, "swarm_loop_lag_seconds_count") == 11
         assert value(after, "swarm_loop_lag_seconds_sum") == pytest.approx(3.0 - PERIOD_S / 2)
-
-    virtual_time.run(scenario)
-
-
-def test_tasks_are_counted() -> None:
-    async def scenario() -> None:
-        registry = Registry()
-        tasks = [asyncio.create_task(EventLoopMetrics(registry).run())]
-        tasks += [asyncio.create_task(asyncio.sleep(100)) for _ in range(5)]
-        await asyncio.sleep(2 * PERIOD_S)
-        assert value(read(registry), "swarm_loop_tasks") == len(tasks) + 1
-        for task in tasks:
-            task.cancel()
 
     virtual_time.run(scenario)

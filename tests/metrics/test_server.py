@@ -6,10 +6,9 @@ import inspect
 
 import pytest
 
-from swarm.data_structures import FlashUse, Span
 from swarm.errors import CacheFull
 from swarm.metrics.registry import Registry, encode_metrics
-from swarm.metrics.server import REQUEST_KINDS, ServerMetrics, ServerObserver
+from swarm.metrics.server import ServerMetrics, ServerObserver
 from tests.metrics.readings import Readings, parse, value
 
 
@@ -53,13 +52,6 @@ def test_an_iteration_of_several_requests(counted: Counted) -> None:
     assert counted.value("iteration_seconds_sum") == 0.03
 
 
-def test_tokens_that_left(counted: Counted) -> None:
-    counted.metrics.tokens_left([4, 8, 4])
-    counted.metrics.tokens_left(())
-    assert counted.value("exits_total", block="4") == 2
-    assert counted.value("exits_total", block="8") == 1
-
-
 def test_a_step_with_its_push(counted: Counted) -> None:
     metrics = counted.metrics
     metrics.message_received(4096)
@@ -91,41 +83,8 @@ def test_sessions_and_adapters(counted: Counted) -> None:
     assert counted.value("adapter_bytes") == 5000
 
 
-def test_a_move(counted: Counted) -> None:
-    metrics = counted.metrics
-    metrics.span_loaded("demo", "main", "bfloat16", "none", Span(0, 4), 100.0)
-    metrics.span_loaded("demo", "main", "bfloat16", "none", Span(4, 8), 90.0)
-    metrics.span_moved(urgent=True, arrived=True)
-    metrics.span_moved(urgent=False, arrived=False)
-    assert (counted.value("span_start_block"), counted.value("span_end_block")) == (4, 8)
-    assert counted.value("throughput_blocks_per_second") == 90
-    model = {"model": "demo", "revision": "main", "dtype": "bfloat16", "quantization": "none"}
-    assert counted.value("model_info", **model) == 1
-    assert counted.value("rebalances_total", reason="gap", outcome="moved") == 1
-    assert counted.value("rebalances_total", reason="balance", outcome="returned") == 1
-
-
-def test_blocks_on_flash(counted: Counted) -> None:
-    first = FlashUse(1000, 2, 0.5, 10, 4, 30, 100, 7, 1, 5, 3)
-    second = FlashUse(5000, 12, 1.5, 30, 20, 60, 200, 9, 2, 8, 6)
-    counted.metrics.flash_used(first)
-    counted.metrics.flash_used(second.since(first))
-    for name, total in {
-        "read_bytes": 5000, "reads": 12, "wait_seconds": 1.5, "needed_records": 30, "hit_records": 20,
-        "selected_neurons": 60, "selectable_neurons": 200, "sampled_active_neurons": 9, "sampled_missed_neurons": 2,
-        "ahead_records": 8, "ahead_hit_records": 6,
-    }.items():  # fmt: skip
-        assert counted.value(f"flash_{name}_total") == total
-
-
 def test_errors_by_type(counted: Counted) -> None:
     for code in (CacheFull.code, CacheFull.code, "something that a peer made up"):
         counted.metrics.request_refused(code)
     assert counted.value("errors_total", code="cache_full") == 2
     assert counted.value("errors_total", code="other") == 1
-
-
-def test_every_kind_of_work_is_there_from_the_start(counted: Counted) -> None:
-    """Else the first increase after a start would not be seen as one."""
-    assert [counted.value("tokens_total", kind=kind) for kind in REQUEST_KINDS] == [0] * 4
-    assert [counted.value("step_seconds_count", kind=kind) for kind in REQUEST_KINDS] == [0] * 4

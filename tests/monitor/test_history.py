@@ -83,18 +83,9 @@ def test_a_file_survives_a_restart(tmp_path):
     assert [entry.name for entry in tmp_path.iterdir()] == ["history.json"]
 
 
-def test_no_file_is_an_empty_history(tmp_path):
-    assert SwarmHistory.read(tmp_path / "none.json", NOW).models == {}
-
-
 def file(**changes: object) -> bytes:
     track = {"blocks": 4, "points": [[NOW, 1, 2.0, 4]]}
     return json.dumps({"format": FILE_FORMAT, "models": {"org/model": track}} | changes).encode()
-
-
-def test_the_sample_is_right_before_it_is_spoiled(tmp_path):
-    (tmp_path / "history.json").write_bytes(file())
-    assert points(SwarmHistory.read(tmp_path / "history.json", NOW)) == [HistoryPoint(NOW, 1, 2.0, 4)]
 
 
 def test_a_file_of_another_kind_is_refused_and_left_alone(tmp_path):
@@ -115,8 +106,3 @@ def test_a_file_of_another_kind_is_refused_and_left_alone(tmp_path):
         with pytest.raises(UsageError, match=r"not a monitor's history.*another file"):
             SwarmHistory.read(path, NOW)
         assert path.read_bytes() == content
-
-
-def test_a_folder_is_no_file(tmp_path):
-    with pytest.raises(UsageError, match="cannot be read"):
-        SwarmHistory.read(tmp_path, NOW)

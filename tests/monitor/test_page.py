@@ -79,18 +79,6 @@ def test_the_table_says_everything_of_a_server(page: Page) -> None:
     expect(page.get_by_role("row", name="tiny")).to_contain_text("float32, sparse (+0.4% perplexity), exits at 9, 10")
 
 
-def test_the_table_is_sorted_by_any_column(page: Page) -> None:
-    names = page.locator("tbody th span")
-    expect(names).to_have_text(["Ann's laptop", "Büro 3", "kiwi", "tiny"])
-    page.get_by_role("button", name="Tokens/s", exact=True).click()
-    expect(names).to_have_text(["Ann's laptop", "Büro 3", "tiny", "kiwi"])
-    expect(page.get_by_role("columnheader", name="Tokens/s")).to_have_attribute("aria-sort", "descending")
-    page.get_by_role("button", name="Tokens/s", exact=True).click()
-    expect(names).to_have_text(["kiwi", "tiny", "Büro 3", "Ann's laptop"])
-    page.get_by_role("button", name="Server", exact=True).click()
-    expect(names).to_have_text(["Ann's laptop", "Büro 3", "kiwi", "tiny"])
-
-
 def test_the_keyboard_goes_through_the_strip(page: Page) -> None:
     cell(page, 0).focus()
     for key in ("ArrowRight", "ArrowRight", "ArrowLeft"):
@@ -162,20 +150,6 @@ def test_a_large_model_on_a_narrow_screen(browser: Browser) -> None:
             picture(page, "monitor-126-blocks-narrow")
 
 
-def test_light_dark_and_the_readers_choice(browser: Browser, monitor: Monitor) -> None:
-    def ground(page: Page) -> str:
-        return str(page.evaluate("getComputedStyle(document.body).backgroundColor"))
-
-    with open_page(browser, color_scheme="dark") as page:
-        page.goto(monitor.url)
-        dark = ground(page)
-        page.get_by_role("button", name="Light or dark").click()
-        light = ground(page)
-        assert light != dark
-        page.reload()
-        assert ground(page) == light
-
-
 def test_the_last_hours_as_a_plot(browser: Browser, tmp_path: Any) -> None:
     history, now = SwarmHistory(), time.time()
     for minute in range(300):
@@ -230,16 +204,3 @@ def test_a_monitor_that_asks_for_a_key(browser: Browser, monitor: Monitor) -> No
         page.keyboard.press("Enter")
         expect(page.locator(".cells button")).to_have_count(12)
         expect(page.locator("#key-form")).to_be_hidden()
-
-
-def test_a_swarm_without_models(browser: Browser) -> None:
-    with serve(DescribedSwarm()) as monitor, open_page(browser) as page:
-        page.goto(monitor.url)
-        expect(page.locator("#empty")).to_contain_text("This swarm has no servers yet")
-
-
-def test_beside_a_chat_page_there_is_a_way_back(browser: Browser) -> None:
-    with serve(DescribedSwarm(found(12, *SERVERS)), mounted="/monitor") as monitor, open_page(browser) as page:
-        page.goto(monitor.url)
-        expect(page.locator(".cells button")).to_have_count(12)
-        expect(page.get_by_role("link", name="Chat")).to_have_attribute("href", "../")

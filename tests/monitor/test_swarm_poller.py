@@ -4,7 +4,6 @@ import asyncio
 import gc
 import time
 from collections.abc import Coroutine
-from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -13,7 +12,7 @@ import uvloop
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarm.data_structures import ModelInfo, ServerState
+from swarm.data_structures import ModelInfo
 from swarm.dht.announcer import Announcer
 from swarm.dht.validation import AnnouncementValidator
 from swarm.errors import PeerUnreachable
@@ -27,7 +26,6 @@ from swarm.monitor.swarm_poller import (
     DhtSource,
     PollResult,
     SwarmPoller,
-    peers_to_ping,
     select_models,
 )
 from swarm.monitor.swarm_view import SwarmView
@@ -61,11 +59,6 @@ def test_what_is_looked_at_is_bounded_and_nothing_is_lost(listed, remembered, wa
         assert {info.name for info in taken} <= set(wanted)
         assert set(absent) == set(wanted) - known
     assert len(taken) + left_out == len(known & set(wanted) if wanted else known)
-
-
-def test_models_that_nobody_names_any_more_are_looked_at_too():
-    listed, gone = ModelInfo("now", 3, "main"), ModelInfo("gone", 4, "main")
-    assert select_models([listed], [gone, ModelInfo("now", 3, "old")], ()) == ([listed, gone], (), 0)
 
 
 def test_a_flood_of_names_does_not_take_the_place_of_models_that_many_serve():
@@ -114,24 +107,6 @@ def test_it_finds_servers_by_the_dht_alone_and_comes_back_after_its_daemon_died(
     uvloop.run(scenario())
 
 
-def test_a_swarm_that_is_not_there():
-    async def scenario() -> None:
-        peer = await Peer.create(P2PConfig(host_maddrs=("/ip4/127.0.0.1/tcp/0",)), AnnouncementValidator())
-        addresses = await peer.visible_addresses()
-        await peer.shutdown()
-        source = DhtSource(addresses)
-        with pytest.raises(PeerUnreachable):
-            await source.poll()
-        await source.close()
-
-    uvloop.run(scenario())
-
-
-def test_who_is_worth_a_ping():
-    here, gone = server_info(0, 1, "here"), replace(server_info(0, 1, "gone"), state=ServerState.OFFLINE)
-    assert peers_to_ping(PollResult((found(1, here, gone),))) == ["here"]
-
-
 LOOPBACK = "/ip4/127.0.0.1/tcp/1/p2p/QmPeer"
 PATIENCE = 60.0
 
@@ -167,20 +142,6 @@ def test_it_looks_again_and_again_and_listeners_hear_of_it():
         await poller.stop()
         assert swarm.closed
         assert await poller.wait_for_newer(0) is None
-
-    run(scenario())
-
-
-def test_listeners_are_let_go_at_the_end():
-    async def scenario() -> None:
-        poller = poller_of(DescribedSwarm(), period=1000.0)
-        await poller.start()
-        seen = await poller.wait_for_newer(0)
-        listeners = [asyncio.create_task(poller.wait_for_newer(seen.number)) for _ in range(3)]
-        await asyncio.sleep(0)
-        poller.end_streams()
-        assert await asyncio.gather(*listeners) == [None] * 3
-        await poller.stop()
 
     run(scenario())
 
@@ -227,31 +188,6 @@ def test_models_are_remembered_for_a_while_after_their_last_server():
     run(scenario())
 
 
-def test_it_looks_rarely_while_nobody_asks_and_at_once_when_somebody_does(monkeypatch):
-    async def scenario() -> None:
-        monkeypatch.setattr(swarm_poller, "IDLE_AFTER_S", 0.05)
-        monkeypatch.setattr(swarm_poller, "IDLE_PERIOD_S", 1000.0)
-        swarm = DescribedSwarm()
-        poller = poller_of(swarm)
-        await poller.start()
-        await until(lambda: time.monotonic() - poller._looked > 0.1 and swarm.looks > 1)  # it sleeps
-        looks = swarm.looks
-        poller.request_update()
-        await until(lambda: swarm.looks > looks)
-        await poller.stop()
-
-    run(scenario())
-
-
-def test_failures_are_tried_again_more_and_more_rarely():
-    poller = poller_of(DescribedSwarm(), period=10.0)
-    pauses = []
-    for failures in range(5):
-        poller._failures = failures
-        pauses.append(poller._pause())
-    assert pauses == [10.0, 20.0, 40.0, 60.0, 60.0]
-
-
 def test_the_history_is_kept_over_a_restart(tmp_path):
     path = tmp_path / "history.json"
 
@@ -264,17 +200,6 @@ def test_the_history_is_kept_over_a_restart(tmp_path):
         assert second.history.models == first.history.models == SwarmHistory.read(path, time.time()).models
 
     run(scenario())
-
-
-def test_a_history_that_cannot_be_written_costs_nothing_else(tmp_path, caplog):
-    async def scenario() -> None:
-        poller = poller_of(DescribedSwarm(), history=tmp_path / "missing" / "history.json")
-        await poller.start()
-        assert await poller.wait_for_newer(0) is not None
-        await poller.stop()
-
-    run(scenario())
-    assert "the history was not written" in caplog.text
 
 
 def test_the_page_does_not_tell_others_this_machines_own_addresses():

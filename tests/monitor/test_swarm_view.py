@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from swarm.data_structures import Mobility, ModelInfo, ServerState
 from swarm.monitor.swarm_poller import PollResult, build_swarm_view
 from swarm.monitor.swarm_view import (
-    MAX_SERVERS,
     MAX_TEXT_LENGTH,
     AnnouncedModel,
     SwarmView,
@@ -118,13 +117,6 @@ def test_what_others_do_not_use_is_shown_and_does_not_count_and_disputed_weights
     assert "weights of block 0 differ from those of others" in disputed["odd"]
 
 
-def test_what_is_coming_is_said_of_what_is_missing():
-    joining = server_info(1, 3, "joining", state=ServerState.JOINING, digests=())
-    (gap,) = build_model_view(found(4, server_info(0, 1), joining), {}).missing
-    assert (gap.start, gap.end, gap.joining) == (1, 4, 1)
-    assert gap.command == "swarm server org/model --blocks 1:4 --initial-peers ADDRESS"
-
-
 def test_commands_are_safe_to_copy():
     for model, expected in [
         ("org/model-7b", "swarm server org/model-7b --blocks 1:3 --initial-peers /a /b"),
@@ -176,16 +168,6 @@ def test_what_would_deceive_on_a_terminal():
     assert all(text.isprintable() for text in texts)
 
 
-def test_too_many_servers_are_counted_but_not_all_listed():
-    servers = [server_info(0, 1, f"peer{n:05d}") for n in range(MAX_SERVERS + 5)]
-    view = build_model_view(found(1, *servers), {})
-    assert (len(view.servers), view.servers_total, view.coverage[0].servers) == (
-        MAX_SERVERS,
-        MAX_SERVERS + 5,
-        MAX_SERVERS + 5,
-    )
-
-
 def test_a_swarm_is_complete_if_all_of_its_models_are():
     whole, gap = found(2, server_info(0, 2)), found(2, server_info(0, 1), name="org/other")
     nobody = AnnouncedModel(ModelInfo("org/nobody", 5, "main"), ())
@@ -200,15 +182,3 @@ def test_a_swarm_is_complete_if_all_of_its_models_are():
     # Whom somebody serves comes first; anybody can name models.
     assert [model.name for model in view(nobody, gap, whole).models] == ["org/other", "org/model", "org/nobody"]
     assert view(nobody).models[0].missing[0].end == 5
-
-
-def test_names_that_look_the_same_are_shown_once():
-    real, fake = found(2, server_info(0, 2), name="model\x07"), found(9, name="model\x1b")
-    (model,) = build_swarm_view(PollResult((fake, real)), {}, (), 0.0, 10.0).models
-    assert (model.name, model.blocks) == ("model�", 2)
-
-
-def test_equal_blocks_have_no_weakest():
-    assert build_model_view(found(4, server_info(0, 4)), {}).weakest is None
-    two = build_model_view(found(4, server_info(0, 4, "a", throughput=4), server_info(0, 3, "b", throughput=3)), {})
-    assert two.weakest == 3

@@ -1,21 +1,15 @@
 from __future__ import annotations
 
 import re
-import unicodedata
 
 import click
-from hypothesis import given
-from hypothesis import strategies as st
 
 from swarm.data_structures import ServerState
 from swarm.monitor.swarm_poller import PollResult, build_swarm_view
 from swarm.monitor.swarm_view import build_model_view
 from swarm.monitor.terminal_text import (
-    BAR_CHARACTERS,
-    bar_character,
     block_strip,
     display_width,
-    format_number,
     format_swarm,
 )
 from tests.infos import server_info
@@ -69,11 +63,6 @@ def test_a_server_that_selects_neurons_is_marked():
     assert any("bfloat16, sparse  " in line for line in lines)
 
 
-def test_a_server_that_lets_tokens_leave_is_marked():
-    server = server_info(0, 4, "QmFirst", exit_blocks=(1, 3), exit_confidences=("similarity",))
-    assert "float32, exits at 1, 3 " in click.unstyle(shown(found(4, server)))
-
-
 def test_nothing_and_trouble():
     assert shown().startswith("No models")
     assert "gone: no server of this swarm serves it" in click.unstyle(shown(absent=("gone",)))
@@ -87,22 +76,3 @@ def test_a_long_strip_is_broken_into_lines_of_tens():
     lines = click.unstyle(block_strip(model, 60)).split("\n")
     assert [line[:4] for line in lines] == ["  0 ", " 50 ", "100 "]
     assert [len(line) - 4 for line in lines] == [50, 50, 26]
-
-
-@given(st.floats(0, 1e9), st.floats(0, 1e9))
-def test_higher_is_quicker(throughput, median):
-    assert BAR_CHARACTERS.index(bar_character(throughput, median)) <= BAR_CHARACTERS.index(
-        bar_character(throughput * 2, median)
-    )
-    assert bar_character(median, median) in (BAR_CHARACTERS[4], BAR_CHARACTERS[-1])
-
-
-@given(st.floats(0, 1e12))
-def test_numbers_are_short(value):
-    assert abs(float(format_number(value).replace(",", "")) - value) <= max(0.5, value * 0.005)
-
-
-def test_letters_that_take_two_columns():
-    assert display_width("日本") == 4
-    assert display_width(unicodedata.normalize("NFD", "é")) == 1
-    assert display_width("Ann") == 3

@@ -27,8 +27,6 @@ from swarm.planning.group_description import (
     parse_group_file,
     to_yaml,
 )
-from swarm.planning.partition import partition
-from swarm.server.limits import DEFAULT_CACHE_TOKENS
 from tests.infos import server_info
 
 FILE = """
@@ -84,31 +82,11 @@ def test_a_device_has_a_drive() -> None:
     assert group_from(FILE).read_share == 1.0
 
 
-def test_a_client_of_its_own_has_links() -> None:
-    group = group_from(
-        FILE.replace("client: laptop", "") + "  - {between: [client, pi], latency: 7 ms, bandwidth: 1 MB/s}"
-    )
-    assert group.latency[2][3] == group.latency[3][2] == 0.007
-    assert group.send[3][2] == 8192 / 1e6
-    assert group.latency[3][0] == 0.002
-
-
 def test_an_order_is_followed() -> None:
     group = group_from(FILE + "order: [pi, laptop, desktop]")
     assert [device.name for device in group.devices] == ["pi", "laptop", "desktop"]
     assert group.fixed_order
     assert group.send[1][2] == 8192 / 1e6
-
-
-def test_large_groups_keep_the_order_of_the_file() -> None:
-    devices = ", ".join(f"{{name: d{n}, memory: 1GB, speed: 1}}" for n in range(20))
-    group = group_from(FILE.split("client:")[0] + f"devices: [{devices}]")
-    assert group.fixed_order
-    assert [device.name for device in group.devices] == [f"d{n}" for n in range(20)]
-
-
-def test_hidden_states_of_float32_are_twice_as_large() -> None:
-    assert group_from(FILE + "dtype: float32").model.hidden_bytes == 2 * 8192
 
 
 def test_the_example_of_the_documentation_is_right() -> None:
@@ -162,46 +140,10 @@ def test_what_is_wrong_is_said_in_one_line() -> None:
         assert "\n" not in str(caught.value)
 
 
-def test_what_is_no_description() -> None:
-    for data in [
-        b"",
-        b"[]",
-        b"devices: []",
-        b"\xff\xfe\x00",
-        b"\x00",
-        b"[" * 100_000,
-        b"- - - a",
-        b"a: &a [*a]",
-        b"a: 2026-13-45",
-        b"a: " + b"9" * 5000,
-    ]:
-        with pytest.raises(UsageError) as caught:
-            parse_group_file(data)
-        assert "\n" not in str(caught.value)
-
-
 @given(st.binary(max_size=200) | st.text(alphabet="{}[]:-,&*!|>'\"#% \nadevicsnm1", max_size=200).map(str.encode))
 def test_any_bytes_are_a_description_or_an_error(data: bytes) -> None:
     with pytest.raises(UsageError):
         parse_group_file(data)
-
-
-def test_files_that_cannot_be_read(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"absent\.yaml cannot be read: No such file"):
-        group_description.read_group_file(tmp_path / "absent.yaml")
-    with pytest.raises(UsageError, match="cannot be read: Is a directory"):
-        group_description.read_group_file(tmp_path)
-    (tmp_path / "large.yaml").write_bytes(b"#" * (2 << 20))
-    with pytest.raises(UsageError, match=r"large\.yaml is larger than 1 MiB"):
-        group_description.read_group_file(tmp_path / "large.yaml")
-
-
-def test_a_model_with_too_many_blocks() -> None:
-    description = parse_group_file(FILE.encode())
-    assert isinstance(description.model, ModelDescription)
-    size = group_description.described_model_size(description.model, "auto")
-    with pytest.raises(UsageError, match="big has 257 blocks"):
-        group_description.build_group(description, type(size)("big", (1,) * 257, 1, 1))
 
 
 NAMES = st.text(st.characters(exclude_categories=("C",)), min_size=1, max_size=20).filter(lambda name: name != "client")
@@ -287,27 +229,6 @@ def test_the_form_of_the_weights_that_servers_have_in_common() -> None:
         ({"something else"}, "none"),
     ]:
         assert common_quantization([server_info(0, 1, form, quantization=form) for form in announced]) == quant
-
-
-def test_both_ends_measured_the_link() -> None:
-    servers = [
-        server_info(0, 2, "a", round_trips=(("b", 0.04),)),
-        server_info(2, 4, "b", round_trips=(("a", 0.02), ("b", 1.0))),
-    ]
-    (link,) = describe_servers(servers, MODEL, None, None).links
-    assert link.latency == 0.01
-
-
-def test_cache_tokens() -> None:
-    idle = server_info(0, 4, "a", cache_tokens_free=1 << 20)
-    assert describe_servers([idle], MODEL, None, None).cache_tokens == DEFAULT_CACHE_TOKENS
-    assert describe_servers([idle], MODEL, None, 77).cache_tokens == 77
-    # One whose cache is reserved to the last token is taken to have as much as the others.
-    full = server_info(0, 2, "b", cache_tokens_free=0)
-    small = server_info(2, 4, "c", cache_tokens_free=300)
-    description = describe_servers([full, small], MODEL, None, None)
-    assert description.cache_tokens == 300
-    assert len(partition(build_group(description, MODEL)).stages) == 2
 
 
 def test_no_servers_and_too_many() -> None:

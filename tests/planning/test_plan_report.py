@@ -5,13 +5,10 @@ from __future__ import annotations
 import dataclasses
 import json
 import shlex
-import sys
-from pathlib import Path
 
-import pytest
 from hypothesis import given, settings
 
-from swarm.errors import NotEnoughMemory, UsageError
+from swarm.errors import NotEnoughMemory
 from swarm.planning.device_group import DeviceGroup, PlannedDevice, PlannedDrive
 from swarm.planning.partition import partition
 from swarm.planning.plan_report import (
@@ -20,7 +17,6 @@ from swarm.planning.plan_report import (
     format_commands,
     format_plan,
     plan_to_json,
-    plot_plan,
     server_commands,
 )
 from tests.planning.groups import all_plans, group_of, groups
@@ -42,16 +38,6 @@ def test_the_table() -> None:
     assert f"Predicted: {predicted}" in lines
     assert "Bottleneck: a, 2000.00 ms per token, 100% of it computing" in lines
     assert any(line.startswith("WARNING: leave out c: 0.1 tokens/s (") for line in lines)
-
-
-def test_how_the_order_was_found_is_said() -> None:
-    for count, fixed, said in (
-        (3, False, "in the best order"),
-        (3, True, "in the order given;"),
-        (20, True, "in the order given (too many to try all orders)"),
-    ):
-        group = group_of([1.0] * count, 20, fixed_order=fixed)
-        assert said in format_plan(group, partition(group), [], "5 ms")
 
 
 def test_the_bottleneck_is_a_link() -> None:
@@ -117,11 +103,6 @@ def test_json() -> None:
     assert content["leave_out"][0]["without"]["pipeline"] == 0.5
 
 
-def test_equal_devices_near_each_other_are_all_welcome() -> None:
-    group = group_of([1.0, 1.0], 8)
-    assert advise(group, partition(group)) == []
-
-
 def test_a_device_that_slows_the_pipeline_down() -> None:
     group = group_of([10.0, 10.0, 0.1], 10)
     (advice,) = advise(group, partition(group))
@@ -142,16 +123,6 @@ def test_a_device_that_only_slows_a_single_session_down() -> None:
     assert str(advice).startswith("leave out b if one session at a time matters most: ")
 
 
-def test_a_device_that_is_needed_for_its_memory_stays() -> None:
-    group = group_of([10.0, 0.1], 10, memory=[10, 10])
-    assert advise(group, partition(group)) == []
-
-
-def test_a_device_that_can_hold_nothing_needs_no_warning() -> None:
-    group = group_of([1.0, 1.0], 4, memory=[100, 0])
-    assert advise(group, partition(group)) == []
-
-
 @given(groups())
 @settings(deadline=None, max_examples=100)
 def test_following_the_advice_helps(group: DeviceGroup) -> None:
@@ -168,35 +139,3 @@ def test_following_the_advice_helps(group: DeviceGroup) -> None:
         )
         assert advice.plan_without in all_plans(group)
         assert advice.plan_with in all_plans(group)
-
-
-@given(groups())
-@settings(deadline=None, max_examples=100)
-def test_devices_that_would_slow_the_group_down_are_named(group: DeviceGroup) -> None:
-    forced = list(all_plans(group, use_all_devices=True))
-    if not forced:
-        return
-    best = partition(group)
-    fastest = max(plan.pipeline_rate for plan in forced)
-    named = {name for advice in advise(group, best) for name in advice.names}
-    if fastest < best.pipeline_rate:
-        assert named >= {device.name for device in group.devices} - {stage.device.name for stage in best.stages}
-
-
-PLAN = partition(group_of([3.0, 1.0], 8, send=0.1))
-
-
-def test_a_png_is_written(tmp_path: Path) -> None:
-    plot_plan(PLAN, tmp_path / "plan")
-    assert (tmp_path / "plan").read_bytes().startswith(b"\x89PNG")
-
-
-def test_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(UsageError, match=r"pip install 'swarm\[plot\]'"):
-        plot_plan(PLAN, tmp_path / "plan.png")
-
-
-def test_where_nothing_can_be_written(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="cannot be written: No such file"):
-        plot_plan(PLAN, tmp_path / "absent" / "plan.png")

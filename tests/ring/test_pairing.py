@@ -18,7 +18,6 @@ from swarm.ring.pairing import (
     new_nonce,
     new_secret,
     parse_line,
-    parse_lines,
     proof,
     require_proof,
     require_same_lock,
@@ -61,18 +60,6 @@ def test_what_is_no_line_is_refused_without_being_repeated(text):
     assert len(body) < 12 or body not in str(error.value)
 
 
-def test_the_secret_is_not_shown():
-    assert str(LINE.secret) not in repr(LINE)
-    assert str(LINE) == "kitchen (…Worker)"
-
-
-def test_a_ring_needs_workers_and_names_each_once():
-    with pytest.raises(WorkerLineError, match="at least one worker"):
-        parse_lines([])
-    with pytest.raises(WorkerLineError, match="named twice"):
-        parse_lines([LINE.to_line(), replace(LINE, name="again").to_line()])
-
-
 def test_worker_and_starter_have_the_same_lock():
     require_same_lock(LINE, is_member=False)
     require_same_lock(replace(LINE, secret=None), is_member=True)
@@ -105,13 +92,6 @@ def test_a_proof_is_for_one_stream_between_two_peers():
                 OTHER if wrong == "worker" else WORKER,
                 OTHER if wrong == "starter" else STARTER,
             )
-
-
-def test_members_need_no_secret():
-    challenge = WorkerChallenge(new_nonce())
-    request = answer_challenge(challenge, replace(LINE, secret=None), STARTER, "")
-    assert request.proof == b""
-    require_proof(request, challenge, None, WORKER, STARTER)
 
 
 @given(

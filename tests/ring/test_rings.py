@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +14,6 @@ from transformers import AutoModelForCausalLM
 
 import swarm
 from swarm.cli.local_swarm import LOOPBACK, PeerProcess
-from swarm.common.processes import module_command
 from swarm.errors import NotEnoughMemory, PairedWithAnother, PartitionError
 from swarm.ring.starter.handle import unpair
 from tests.ring.processes import WorkerProcess, know_speed
@@ -172,17 +170,3 @@ def test_a_starter_lets_go_and_another_one_may_come(machines):
     other = machines.ring(folder="another")
     assert list(unpair(other.options).values()) == [True, True]  # it has paired for a moment
     assert list(unpair(ring.options).values()) == [True, True]
-
-
-@pytest.mark.slow
-def test_a_worker_that_forgets_has_a_new_line_and_its_folder_to_itself(machines):
-    worker = machines.workers[1]
-    before = worker.line
-    worker.process.stop()
-    worker.start("--forget")
-    assert worker.line != before
-    worker.process.wait_for("^Paired: not yet")
-    command = module_command("swarm.cli.worker", "--folder", str(worker.folder))
-    twice = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert twice.returncode == 2
-    assert "another worker of this machine runs in" in twice.stderr

@@ -11,31 +11,43 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import msgspec
+import torch
 import uvloop
 
 from swarm.client.config import NetworkOptions
 from swarm.client.model.auto_model import AutoDistributedModelForCausalLM
 from swarm.client.threads.network_thread import NetworkThread
-from swarm.errors import CheckpointError, PairingRefused, SwarmError
+from swarm.common.dtypes import dtype_name
+from swarm.common.files.atomic_file import replace_file
+from swarm.errors import CheckpointError, PairingRefused, SwarmError, WeightsNotShared
 from swarm.membership.invite import read_invite
 from swarm.models.checkpoints.checkpoint import Checkpoint, open_checkpoint
-from swarm.ring.joining import start_peer
+from swarm.models.checkpoints.partial_loading import resolve_dtype
+from swarm.planning.live_swarm import model_size
+from swarm.protocol import messages
+from swarm.protocol.messages import WeightHolder
+from swarm.protocol.messages.peers import Port
+from swarm.ring.joining import port_of, start_peer, told_addresses, with_peer_id
 from swarm.ring.locked_folder import LockedFolder, default_folder
 from swarm.ring.pairing import WorkerLine, parse_lines
-from swarm.ring.starter.life import RingModel, RingWatcher
-from swarm.ring.starter.process import RunningStarter, describe_model, running_starter
-from swarm.ring.starter.ring_options import Dtype, Quant, RingOptions, options_of, partition_numbers, read_ring_file
-from swarm.ring.starter.ring_plan import RingPlan
+from swarm.ring.starter.life import RingModel, RingWatcher, StarterLife
+from swarm.ring.starter.ring_options import Dtype, Quant, RingOptions, partition_numbers
+from swarm.ring.starter.ring_plan import RingDevice, RingPlan
 from swarm.ring.starter.worker_link import WorkerLink
-from swarm.ring.worker.device import device_name
+from swarm.ring.worker.device import Device, device_name, find_speed
 from swarm.server.limits import DEFAULT_CACHE_TOKENS
 from swarm.shared_weights.checkpoint_parts import CheckpointParts
-from swarm.shared_weights.manifest import all_parts
+from swarm.shared_weights.holder import WeightsHolder
+from swarm.shared_weights.manifest import CLIENT, ModelManifest, all_parts
+from swarm.transport.p2p import Peer
+from swarm.transport.stream import Stream
 
 WAIT_FOR_BLOCKS_S = 3600.0
 """How long a session waits for a worker that is gone, where the others cannot hold its blocks."""
 
 FOLDER = "ring"
+_PORT_FILE = "port.json"
 
 
 class StartWatcher(RingWatcher):
@@ -114,11 +126,6 @@ class Ring:
         ring._initialize(options, watcher, model_options or {})
         return ring
 
-    @classmethod
-    def from_file(cls, path: str | os.PathLike[str], **model_options: Any) -> Ring:
-        """The ring that `swarm ring --save` has written. Raises `RingFileError`."""
-        return cls.of(options_of(read_ring_file(Path(path))), None, model_options)
-
     def _initialize(self, options: RingOptions, watcher: StartWatcher | None, model_options: Mapping[str, Any]) -> None:
         self.options = options
         self._watcher = watcher or StartWatcher()
@@ -169,7 +176,7 @@ class Ring:
     @property
     def plan(self) -> RingPlan:
         """Who holds what now."""
-        plan = self._started.life.plan
+        plan = self._life.plan
         assert plan is not None, "a ring that runs has a plan"
         return plan
 
@@ -190,7 +197,7 @@ class Ring:
             "cache_dir": options.cache_dir,
             "local_blocks": self.plan.local_blocks or None,
             "show_route": options.show_route,
-            "network": NetworkOptions(allowed_servers=started.life.servers, wait_for_blocks=WAIT_FOR_BLOCKS_S),
+            "network": NetworkOptions(allowed_servers=self._life.servers, wait_for_blocks=WAIT_FOR_BLOCKS_S),
             **self._model_options,
         }
 
@@ -202,10 +209,16 @@ class Ring:
         return self._model
 
     @property
-    def _started(self) -> RunningStarter:
-        if self._running is None or self._running.starter is None:
+    def _started(self) -> _RunningRing:
+        if self._running is None or self._running.life is None:
             raise SwarmError("the ring does not run: use it inside `with swarm.Ring(...) as ring:`")
-        return self._running.starter
+        return self._running
+
+    @property
+    def _life(self) -> StarterLife:
+        life = self._started.life
+        assert life is not None
+        return life
 
 
 def _read_model(
@@ -232,12 +245,31 @@ def _read_model(
     return parts, describe_model(checkpoint, parts.manifests(on_hashed=on_hashed), options)
 
 
+def describe_model(checkpoint: Checkpoint, manifest: ModelManifest, options: RingOptions) -> RingModel:
+    """What the workers have to know of a model. Raises `UnsupportedModel` if it cannot be cut."""
+    return RingModel(
+        name=checkpoint.name,
+        revision=checkpoint.revision,
+        size=model_size(checkpoint, options.dtype, options.quant),
+        dtype_name=dtype_name(resolve_dtype(options.dtype, checkpoint.config)),
+        digests={part: bytes.fromhex(digest) for part, digest in manifest.digests.items()},
+        part_bytes={part: one.size_bytes for part, one in manifest.parts.items()},
+        dtype=options.dtype,
+        quant=options.quant,
+        cache_tokens=options.cache_tokens,
+        threads=options.threads,
+    )
+
+
 class _RunningRing:
-    """What runs for a ring, and has to be ended."""
+    """A ring's place in the network: its bootstrap peer, the holder of its weights, and the life of the ring."""
 
     def __init__(self, options: RingOptions, parts: CheckpointParts, model: RingModel, watcher: RingWatcher) -> None:
-        self.starter: RunningStarter | None = None
+        self.initial_peers: tuple[str, ...] = ()
+        self.life: StarterLife | None = None
         self._options, self._parts, self._model, self._watcher = options, parts, model, watcher
+        self._workers = frozenset(line.peer_id for line in options.workers)
+        self._holder = WeightsHolder(parts)
         self._folder = LockedFolder(options.folder or default_folder(FOLDER), "ring")
         self._thread: NetworkThread | None = NetworkThread()
         self._stack = AsyncExitStack()
@@ -248,13 +280,37 @@ class _RunningRing:
         self._thread.run(self._start())
 
     async def _start(self) -> None:
-        work = running_starter(self._options, self._folder.path, self._parts, self._model, self._watcher)
-        self.starter = await self._stack.enter_async_context(work)
-        life = self.starter.life
+        """Join the network, hold the weights, and have the workers serve. Raises also as `Peer.create`."""
+        options, model, folder = self._options, self._model, self._folder.path
+        speed = await find_speed(folder, "cpu", torch.get_num_threads())
+        port = await asyncio.to_thread(_read_port, folder)
+        peer = await start_peer(folder, options.host_maddrs, options.announce_maddrs, port, options.membership)
+        self._stack.push_async_callback(peer.shutdown)
+        visible = await peer.visible_addresses()
+        await asyncio.to_thread(_write_port, folder, port_of(visible))
+        addresses = told_addresses(visible, options.announce_maddrs)
+        self.initial_peers = with_peer_id(addresses, peer.peer_id)
+        await peer.serve_weights(self._serve_weights)
+        name = device_name(options.name)
+        memory = max(0, Device(name, speed, folder).report().memory - model.part_bytes.get(CLIENT, 0))
+        rates = {str(one): rate for one, rate in speed.read_rates.items()}
+        device = RingDevice("", name, memory, rates, speed.block_seconds)
+        links = _links(options, peer)
+        own = WeightHolder(peer.peer_id, addresses)
+        life = StarterLife(model, device, links, own, self.initial_peers, options.partition, self._watcher)
+        self.life = life
+        for link in links:
+            self._stack.push_async_callback(_cancel, asyncio.create_task(link.run()))
         await life.collect()
         life.make_plan()
         await life.deploy()
         self._watching = asyncio.create_task(life.watch())
+
+    async def _serve_weights(self, stream: Stream) -> None:
+        if stream.peer_id not in self._workers:
+            await stream.send(messages.refusal(WeightsNotShared("this ring shares weights with its workers only")))
+            return
+        await self._holder.serve(stream)
 
     def close(self, unpair: bool = False) -> None:
         """Release the workers, if they were given anything to do, and leave the network."""
@@ -269,14 +325,30 @@ class _RunningRing:
 
     async def _stop(self, unpair: bool) -> None:
         if self._watching is not None:
-            self._watching.cancel()
-            await asyncio.gather(self._watching, return_exceptions=True)
-        if self.starter is not None and (self.starter.life.has_assigned or unpair):
-            for link in await self.starter.life.release(unpair):
+            await _cancel(self._watching)
+        if self.life is not None and (self.life.has_assigned or unpair):
+            for link in await self.life.release(unpair):
                 self._watcher.on_notice(
                     f"Worker {link.line} was not reached; it ends its part by itself within a few minutes"
                 )
         await self._stack.aclose()
+
+
+async def _cancel(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+def _read_port(folder: Path) -> int | None:
+    """Where this starter listened last: its workers' servers find it there again."""
+    with suppress(OSError, ValueError, msgspec.MsgspecError):
+        return msgspec.json.decode((folder / _PORT_FILE).read_bytes(), type=Port)
+    return None
+
+
+def _write_port(folder: Path, port: int | None) -> None:
+    with suppress(OSError):
+        replace_file(folder / _PORT_FILE, msgspec.json.encode(port))
 
 
 REACH_TIMEOUT_S = 15.0
@@ -299,15 +371,18 @@ def unpair(options: RingOptions) -> dict[WorkerLine, bool]:
 async def _unpair(options: RingOptions, folder: LockedFolder) -> dict[WorkerLine, bool]:
     peer = await start_peer(folder.path, options.host_maddrs, options.announce_maddrs, None, options.membership)
     try:
-        for line in options.workers:
-            peer.learn_addresses(line.peer_id, line.addresses)
-        links = [
-            WorkerLink(line, peer.peer_id, device_name(options.name), peer.open_worker_stream)
-            for line in options.workers
-        ]
-        return dict(zip(options.workers, await asyncio.gather(*map(_unpair_one, links)), strict=True))
+        released = await asyncio.gather(*map(_unpair_one, _links(options, peer)))
+        return dict(zip(options.workers, released, strict=True))
     finally:
         await peer.shutdown()
+
+
+def _links(options: RingOptions, peer: Peer) -> list[WorkerLink]:
+    """Conversations with the workers of a ring, which have not begun."""
+    for line in options.workers:
+        peer.learn_addresses(line.peer_id, line.addresses)
+    name = device_name(options.name)
+    return [WorkerLink(line, peer.peer_id, name, peer.open_worker_stream) for line in options.workers]
 
 
 async def _unpair_one(link: WorkerLink) -> bool:
@@ -324,5 +399,4 @@ async def _unpair_one(link: WorkerLink) -> bool:
                         raise link.error
         return await link.release(unpair=True)
     finally:
-        talking.cancel()
-        await asyncio.gather(talking, return_exceptions=True)
+        await _cancel(talking)

@@ -264,15 +264,10 @@ def _plan_anew(ring: RingGroup, local: int, present: Collection[str]) -> RingPla
     indices = [number for number, key in enumerate(ring.keys) if number != STARTER and key in present]
     if not indices:
         return None
-    ends, model = [*indices, ring.group.client_index], ring.group.model
-    rest = DeviceGroup(
-        tuple(ring.group.devices[number] for number in indices),
-        replace(model, weights=model.weights[local:]),
-        ring.group.cache_tokens,
-        tuple(tuple(ring.group.send[a][b] for b in ends) for a in ends),
-        tuple(tuple(ring.group.latency[a][b] for b in ends) for a in ends),
-        ring.group.fixed_order,
-    )
+    rest = replace(ring.group, model=replace(ring.group.model, weights=ring.group.model.weights[local:]))
+    for number in reversed(range(len(ring.keys))):
+        if number not in indices:
+            rest = rest.without(number)
     try:
         plan = partition(rest)
     except NotEnoughMemory:

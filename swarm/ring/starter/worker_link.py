@@ -183,9 +183,9 @@ class WorkerLink:
         self.report = await self._ask(messages.DescribeDevice(), messages.DeviceReport, ANSWER_TIMEOUT_S, stream)
         if self.speed is None:
             self.speed = await self._measure(stream)
+        self._stream, self.error = stream, None  # first, so that a release from now on follows what is sent here
         if self._assignment is not None:
             await stream.send(self._assignment)
-        self._stream, self.error = stream, None
         self.on_change(self)
 
     async def _listen(self, stream: Stream) -> None:

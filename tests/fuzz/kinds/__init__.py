@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import pkgutil
 import random
 from collections import Counter
+from collections.abc import Awaitable, Iterable
 from typing import TYPE_CHECKING, ClassVar
 
 if TYPE_CHECKING:
@@ -46,6 +48,13 @@ class Kind:
         """Give everything back. Called also if `open` or `send` has failed."""
 
 
+async def gather_all(work: Iterable[Awaitable[None]]) -> None:
+    """Wait for all, then raise the first error."""
+    for result in await asyncio.gather(*work, return_exceptions=True):
+        if isinstance(result, BaseException):
+            raise result
+
+
 def load_kinds() -> dict[str, type[Kind]]:
     """All kinds, by name."""
     for module in pkgutil.iter_modules(__path__):
@@ -53,4 +62,4 @@ def load_kinds() -> dict[str, type[Kind]]:
     return {kind.name: kind for kind in sorted(Kind.__subclasses__(), key=lambda kind: -kind.share)}
 
 
-__all__ = ["Kind", "Violation", "load_kinds"]
+__all__ = ["Kind", "Violation", "gather_all", "load_kinds"]

@@ -6,9 +6,10 @@ import asyncio
 import random
 import re
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable
 from contextlib import AsyncExitStack
 from typing import ClassVar
+from unittest.mock import patch
 
 from hivemind.p2p import P2PDaemonError, P2PHandlerError, PeerID
 from hivemind.proto import dht_pb2
@@ -24,7 +25,7 @@ from swarm.transport.dht.records import Record, key_bytes
 from swarm.transport.joining import join_network
 from swarm.transport.p2p import P2PConfig, Peer
 from tests.fuzz.dht_messages import DhtMessages, Stranger, wrongly_stored
-from tests.fuzz.kinds import Kind, Violation
+from tests.fuzz.kinds import Kind, Violation, gather_all
 from tests.fuzz.targets import Targets
 from tests.infos import server_info
 
@@ -58,12 +59,10 @@ class Dht(Kind):
         self._model = targets.model_folder.resolve().name
         self._nodes: list[PeerID] = [PeerID.from_base58(server.peer_id) for server in targets.servers]
         self._nodes += [PeerID.from_base58(one.rpartition("/p2p/")[2]) for one in targets.bootstrap_addresses]
-        self._answer: Callable[[dht_pb2.FindRequest], Awaitable[bytes]] | None = None
         self._hostile = [await self._join(listen=True) for _ in range(STRANGERS)]
         self._reader = await self._join(listen=False)
         self._strangers = [self._stranger(peer) for peer in self._hostile]
-        handlers = self._hostile[0].dht.p2p._client.control.unary_handlers
-        self._handlers = {method: handlers[_name(method)] for method in ("rpc_find", "rpc_ping")}
+        self._handlers = self._hostile[0].dht.p2p._client.control.unary_handlers
         self._honest = await self._read_honest()
 
     async def _join(self, listen: bool) -> Peer:
@@ -102,7 +101,7 @@ class Dht(Kind):
         for first in range(0, BATCH, AT_ONCE):
             part = slice(first, first + AT_ONCE)
             exchanges = zip(requests[part], patience[part], strict=True)
-            await _gather(self._exchange(node, *request, limit_s) for request, limit_s in exchanges)
+            await gather_all(self._exchange(node, *request, limit_s) for request, limit_s in exchanges)
         return BATCH
 
     async def _exchange(self, node: PeerID, method: str, data: bytes, limit_s: float) -> None:
@@ -143,8 +142,8 @@ class Dht(Kind):
         keys = [[key_bytes(model_key(self._model, block)) for block in range(count)] for count in (1, 2, 12)]
         protocol, hostile = self._reader.dht.protocol, PeerID.from_base58(self._hostile[0].peer_id)
 
-        async def answer(request: dht_pb2.FindRequest) -> bytes:
-            return messages.answer(request.keys)
+        async def answer(data: bytes, sender: object) -> bytes:
+            return messages.answer(dht_pb2.FindRequest.FromString(data).keys)
 
         async def ask() -> None:
             asking = asyncio.create_task(protocol.call_find(hostile, random.choice(keys)))
@@ -161,9 +160,9 @@ class Dht(Kind):
             except errors.SwarmError as error:
                 self.outcomes[type(error).__name__] += 1
 
-        with self._answering(answer):
+        with patch.dict(self._handlers, {_name("rpc_find"): answer}):
             for _ in range(ANSWERS // 4):
-                await _gather(ask() for _ in range(4))
+                await gather_all(ask() for _ in range(4))
         return ANSWERS
 
     async def _answer_late(self, messages: DhtMessages, node: PeerID, random: random.Random) -> int:
@@ -174,22 +173,12 @@ class Dht(Kind):
             await asyncio.sleep(REQUEST_TIMEOUT_S + random.uniform(-JITTER_S, JITTER_S))
             return bytes(dht_pb2.PingResponse(peer=self._hostile[0].dht.protocol.node_info).SerializeToString())
 
-        handlers = self._hostile[0].dht.p2p._client.control.unary_handlers
-        handlers[_name("rpc_ping")] = late
         request = dht_pb2.PingRequest(peer=self._hostile[0].dht.protocol.node_info, validate=True)
-        try:
+        with patch.dict(self._handlers, {_name("rpc_ping"): late}):
             asked = [self._exchange(node, "rpc_ping", request.SerializeToString(), ANSWER_LIMIT_S)]
             asked += [_ignore_result(protocol.call_ping(hostile)) for _ in range(ANSWERS - 1)]
-            await _gather(asked)
-        finally:
-            handlers[_name("rpc_ping")] = self._handlers["rpc_ping"]
+            await gather_all(asked)
         return ANSWERS
-
-    def _answering(self, answer: Callable[[dht_pb2.FindRequest], Awaitable[bytes]]) -> _Replaced:
-        async def handle(data: bytes, sender: object) -> bytes:
-            return await answer(dht_pb2.FindRequest.FromString(data))
-
-        return _Replaced(self._hostile[0].dht.p2p._client.control.unary_handlers, _name("rpc_find"), handle)
 
     # What has to hold.
 
@@ -213,29 +202,9 @@ class Dht(Kind):
             missing -= {info.peer_id for info in found if info.state is ServerState.ONLINE}
 
 
-class _Replaced:
-    """Another handler of the hostile node's, until the end of the context."""
-
-    def __init__(self, handlers: dict[str, object], name: str, handler: object) -> None:
-        self._handlers, self._name, self._handler = handlers, name, handler
-
-    def __enter__(self) -> None:
-        self._handler, self._handlers[self._name] = self._handlers[self._name], self._handler
-
-    def __exit__(self, *error: object) -> None:
-        self._handlers[self._name] = self._handler
-
-
 def _name(method: str) -> str:
     return DhtProtocol._get_handle_name(None, method)
 
 
 async def _ignore_result(call: Awaitable[object]) -> None:
     await call
-
-
-async def _gather(work: Sequence[Awaitable[None]] | object) -> None:
-    """Wait for all, then raise the first error."""
-    for result in await asyncio.gather(*work, return_exceptions=True):  # type: ignore[misc]
-        if isinstance(result, BaseException):
-            raise result

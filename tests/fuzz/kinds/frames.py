@@ -19,12 +19,11 @@ from swarm.protocol import messages
 from swarm.protocol.framing import MAX_HEADER_BYTES, MAX_PAYLOAD_BYTES, encode_prefix
 from swarm.transport.p2p import Peer
 from tests.fuzz.attackers import Attackers
-from tests.fuzz.dial_back_attack import DialBackAttack
-from tests.fuzz.kinds import Kind, Violation
+from tests.fuzz.kinds import Kind, Violation, gather_all
 from tests.fuzz.mutations import broken_bytes, mutated
 from tests.fuzz.session_model import TOKENS
+from tests.fuzz.side_protocols import DialBackAttack, WeightsAttack
 from tests.fuzz.targets import ServerTarget, Targets
-from tests.fuzz.weights_attack import WeightsAttack
 
 PEERS = 2
 CASES = 32
@@ -60,10 +59,7 @@ class Frames(Kind):
 
     async def send(self, random: random.Random) -> int:
         attacks = [self._attack(random) for _ in range(CASES)]
-        results = await asyncio.gather(*(attack.run() for attack in attacks), return_exceptions=True)
-        for result in results:
-            if isinstance(result, BaseException):
-                raise result
+        await gather_all(attack.run() for attack in attacks)
         return sum(attack.sent for attack in attacks)
 
     def _attack(self, random_of_batch: random.Random) -> _Attack:

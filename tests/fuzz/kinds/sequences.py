@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import random
 
 from swarm.models.checkpoints.checkpoint import open_checkpoint
 from tests.fuzz.actor import Actor
 from tests.fuzz.attackers import Attackers
-from tests.fuzz.kinds import Kind
+from tests.fuzz.kinds import Kind, gather_all
 from tests.fuzz.targets import Targets
 
 REACHABLE, HIDDEN = 3, 5
@@ -32,10 +31,7 @@ class Sequences(Kind):
     async def send(self, random: random.Random) -> int:
         peers = random.sample(self._attackers.peers, random.randint(3, len(self._attackers.peers)))
         actors = [self._actor(peer, random) for peer in peers]
-        results = await asyncio.gather(*(actor.act(MESSAGES) for actor in actors), return_exceptions=True)
-        for result in results:
-            if isinstance(result, BaseException):
-                raise result
+        await gather_all(actor.act(MESSAGES) for actor in actors)
         return sum(actor.sent for actor in actors)
 
     def _actor(self, peer, random_of_batch: random.Random) -> Actor:

@@ -39,36 +39,24 @@ class Mischief:
 
     Attributes:
         enabled: nothing is a lie unless this is true.
-        sent: messages that hostile peers have sent to those who are lied to, or were to send.
+        sent: messages that hostile peers have sent, or were to send.
         lies: how many of each kind.
         log: those of this conversation, in words.
-
-    Args:
-        victim: who is lied to; anybody if None.
-        is_quick: leave out lies that cost time.
     """
 
-    def __init__(self, victim: str | None = None, is_quick: bool = False) -> None:
-        self.victim = victim
+    def __init__(self) -> None:
         self.enabled = False
         self.sent = 0
         self.lies: Counter[str] = Counter()
         self.log: list[str] = []
-        self._is_quick = is_quick
         self._chance = random.Random(0)
         self._patience, self._rate, self._mercy = 0, 1.0, 0
         self._about: type[Message] | None = None
-        self._keeps_values = False
         self._told: list[Lie] = []
         self._past: deque[Frame] = deque(maxlen=MAX_PAST)
 
-    def begin(self, chance: random.Random, keeps_values: bool = False) -> None:
-        """Another conversation begins: when the first lie comes, how many then, and what about.
-
-        Args:
-            keeps_values: leave out lies by which somebody may take other values for right ones.
-        """
-        self._keeps_values = keeps_values
+    def begin(self, chance: random.Random) -> None:
+        """Another conversation begins: when the first lie comes, how many then, and what about."""
         self._chance = chance
         self._told.clear()
         self.log.clear()
@@ -92,20 +80,19 @@ class Mischief:
 
         health.record_failure = record_failure  # type: ignore[method-assign]
 
-    def may_deceive(self, order_is_certain: bool) -> bool:
+    @property
+    def may_deceive(self) -> bool:
         """Whether somebody may have taken other values for right ones in this conversation.
 
-        Args:
-            order_is_certain: a client's copy of an honest reply comes before anything that another server makes of what
-                was pushed to it.
+        A client gets its copy of an honest reply before anything that another server makes of a wrong push, so pushes
+        deceive only together with other lies.
         """
-        pushed = [lie for lie in self._told if lie.is_pushed]
-        alone = order_is_certain and len(pushed) == len(self._told)
-        return any(lie.deceives for lie in self._told) or bool(pushed and not alone)
+        pushed = sum(lie.is_pushed for lie in self._told)
+        return any(lie.deceives for lie in self._told) or 0 < pushed < len(self._told)
 
     def lie(self, peer_id: str, message: Message, payload: Bytes) -> Lie | None:
         """What is sent to a peer instead of a message; None for the message itself."""
-        if not self.enabled or not self._concerns(peer_id, message):
+        if not self.enabled:
             return None
         self.sent += 1
         right = Frame(encode(message), bytes(payload))
@@ -127,15 +114,7 @@ class Mischief:
             return None
         if self._chance.random() > self._rate:
             return None
-        lie = tell(self._chance, message, right, self._past)
-        while (self._is_quick and _takes_time(lie)) or (self._keeps_values and (lie.deceives or lie.is_pushed)):
-            lie = tell(self._chance, message, right, self._past)
-        return lie
-
-    def _concerns(self, peer_id: str, message: Message) -> bool:
-        if self.victim is None or peer_id == self.victim:
-            return True
-        return isinstance(message, messages.PushRequest) and message.client == self.victim
+        return tell(self._chance, message, right, self._past)
 
 
 class HostileStream:
@@ -175,10 +154,6 @@ class HostileStream:
             await writer.drain()
         except (OSError, RuntimeError) as error:
             raise PeerLost(f"the one who is lied to has gone: {error}") from None
-
-
-def _takes_time(lie: Lie) -> bool:
-    return not lie.utterances or any(isinstance(one, Pause) and one.seconds > 0.1 for one in lie.utterances)
 
 
 def _in_words(lie: Lie) -> str:

@@ -10,13 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from swarm.data_structures import Span
-from swarm.errors import NotEnoughMemory, PartitionError, RingFileError, WorkerLineError
+from swarm.errors import PartitionError, RingFileError
 from swarm.planning.device_group import ModelSize
 from swarm.protocol.messages import Holding
 from swarm.ring.pairing import WorkerLine
 from swarm.ring.starter.ring_options import (
     RingOptions,
-    is_ring_file,
     options_of,
     parse_ring_file,
     partition_numbers,
@@ -118,12 +117,6 @@ def test_what_is_no_partition_is_refused():
     for text in ["", "12", "a+b", "2+", "+2", "2++5", "2+-1", "2 + 5", "2+5.0", "99999+1"]:
         with pytest.raises(PartitionError, match="numbers of blocks such as"):
             parse_partition(text)
-
-
-def test_a_device_that_is_too_small_is_named():
-    ring = ring_of(device("a"), device("small", blocks=4))
-    with pytest.raises(NotEnoughMemory, match=r"small cannot hold blocks 7:12: they take 5 MB"):
-        ring.pipeline_plan(told_plan(ring, (2, 5, 5)))
 
 
 def test_a_ring_is_taken_up_again_as_it_is():
@@ -237,12 +230,6 @@ def test_what_was_saved_starts_the_same_ring(options, tmp_path):
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
-def test_the_command_line_takes_the_place_of_the_file(tmp_path):
-    path = tmp_path / "ring.yaml"
-    write_ring_file(path, RingOptions("m", LINES, (2, 5, 5)))
-    assert options_of(read_ring_file(path), {"partition": (4, 4, 4)}).partition == (4, 4, 4)
-
-
 def test_a_file_that_cannot_be_used_names_the_field():
     for text, said in [
         ("model: m", "workers"),
@@ -257,23 +244,7 @@ def test_a_file_that_cannot_be_used_names_the_field():
             parse_ring_file(text.encode())
 
 
-def test_lines_and_partitions_are_checked():
-    with pytest.raises(WorkerLineError):
-        options_of(parse_ring_file(b"workers: [nonsense]"))
-    with pytest.raises(PartitionError, match="needs 3"):
-        RingOptions(None, LINES, (6, 6))
-
-
 @given(st.lists(st.integers(0, 99), min_size=2, max_size=6))
 def test_a_partition_is_a_text_or_numbers(numbers):
     assert partition_numbers(numbers) == partition_numbers("+".join(map(str, numbers))) == tuple(numbers)
     assert partition_numbers(None) is None
-
-
-def test_a_model_is_not_taken_for_a_file(tmp_path):
-    (tmp_path / "model.yaml").mkdir()
-    assert is_ring_file("ring.yaml")
-    assert is_ring_file("some/ring.yml")
-    assert not is_ring_file(str(tmp_path / "model.yaml"))
-    assert not is_ring_file("org/model")
-    assert not is_ring_file(None)

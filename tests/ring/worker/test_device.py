@@ -8,14 +8,12 @@ import os
 import psutil
 import pytest
 
-from swarm.errors import InvalidOption
 from swarm.ring.worker import device as devices
 from swarm.ring.worker.device import (
     SPEED_FILE,
     Device,
     DeviceSpeed,
     describe,
-    device_name,
     find_speed,
     keep_speed,
     measurement_conditions,
@@ -32,13 +30,6 @@ def test_a_speed_is_measured_once(tmp_path, monkeypatch):
     assert 0 < found.block_seconds < 1
     monkeypatch.setattr(devices, "_measure", None)  # it is not measured again
     assert asyncio.run(find_speed(tmp_path, "cpu", 1)) == found
-
-
-@pytest.mark.slow
-def test_a_device_that_is_not_there_is_said(tmp_path):
-    with pytest.raises(InvalidOption, match="--device cuda:99"):
-        asyncio.run(find_speed(tmp_path, "cuda:99", None))
-    assert not (tmp_path / SPEED_FILE).exists()
 
 
 @pytest.mark.parametrize("data", [None, b"", b"nonsense", b'{"conditions": "others"}'])
@@ -66,15 +57,3 @@ def test_a_report_counts_what_the_own_server_has(tmp_path):
     assert device.report(own_process=os.getpid()).memory > report.memory
     assert device.report(own_process=2**22 + 1).memory > 0  # it has ended meanwhile
     assert "2 GB/s of weights in bfloat16" in describe(report)
-
-
-def test_a_gpu_reports_its_own_memory(tmp_path):
-    speed = DeviceSpeed("cuda:0", "A GPU", SPEED.read_rates, 1e-4, memory=123)
-    assert Device("pi", speed, tmp_path).report().memory == 123
-
-
-def test_names_control_no_terminal():
-    assert device_name("pi\x1b[2J\n") == "pi[2J"
-    assert device_name("\n") == "worker"
-    assert device_name()
-    assert len(device_name("x" * 500)) == 64

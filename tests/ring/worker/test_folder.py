@@ -7,15 +7,9 @@ import stat
 import pytest
 
 from swarm.errors import FolderInUse, InvalidOption
-from swarm.ring.joining import any_port, port_of, told_addresses, with_peer_id
+from swarm.ring.joining import told_addresses, with_peer_id
 from swarm.ring.locked_folder import LockedFolder
 from swarm.ring.worker.memory import FILE, WorkerMemory
-
-
-def test_a_new_worker_has_a_secret_of_its_own(tmp_path):
-    one, other = WorkerMemory.read(tmp_path), WorkerMemory.read(tmp_path)
-    assert one.secret != other.secret
-    assert one.starter is None
 
 
 def test_what_is_remembered_comes_back(tmp_path):
@@ -49,12 +43,6 @@ def test_a_folder_is_one_process_at_a_time(tmp_path):
     LockedFolder(first.path, "worker").close()
 
 
-def test_a_folder_that_cannot_be_made_is_said(tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(InvalidOption, match="name another one"):
-        LockedFolder(tmp_path / "file" / "below", "worker")
-
-
 def test_addresses_that_others_can_dial_are_told():
     visible = ["/ip4/127.0.0.1/tcp/1/p2p/Qm", "/ip4/192.168.1.5/tcp/1/p2p/Qm", "/ip4/8.8.8.8/tcp/1/p2p/Qm"]
     assert told_addresses(visible) == ("/ip4/8.8.8.8/tcp/1", "/ip4/192.168.1.5/tcp/1")
@@ -62,12 +50,3 @@ def test_addresses_that_others_can_dial_are_told():
     assert told_addresses(visible, ["/dns4/home/tcp/9"])[0] == "/dns4/home/tcp/9"
     assert len(told_addresses(f"/ip4/10.0.0.{n}/tcp/1" for n in range(50))) == 8
     assert with_peer_id(["/ip4/8.8.8.8/tcp/1"], "Qm") == ("/ip4/8.8.8.8/tcp/1/p2p/Qm",)
-
-
-def test_ports():
-    assert any_port(["/ip4/0.0.0.0/tcp/31337", "/ip4/0.0.0.0/udp/5/quic"]) == (
-        "/ip4/0.0.0.0/tcp/0",
-        "/ip4/0.0.0.0/udp/0/quic",
-    )
-    assert port_of(["/ip4/1.2.3.4/udp/7/quic", "/ip4/1.2.3.4/tcp/31337"]) == 31337
-    assert port_of([]) is None

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from swarm.errors import PairedWithAnother, PairingRefused, PeerLost, ProtocolViolation, WrongSecret
+from swarm.errors import PairedWithAnother, PairingRefused, PeerLost, WrongSecret
 from swarm.protocol import messages
 from swarm.ring.heartbeat import PAIRING_TIMEOUT_S, SILENCE_S
 from swarm.ring.starter.worker_link import WorkerLink
@@ -116,18 +116,6 @@ def test_an_assignment_is_carried_out_and_released(tmp_path, assignment):
     in_memory(tmp_path, scenario)
 
 
-def test_unpairing_lets_another_starter_come(tmp_path):
-    async def scenario(hub, worker):
-        link, task = await pair(hub, worker)
-        assert await link.release(unpair=True)
-        await end(task)
-        _, task = await pair(hub, worker, peer_id="QmAnother")
-        await end(task)
-        assert worker.life.memory.starter == "QmAnother"
-
-    in_memory(tmp_path, scenario)
-
-
 def test_an_assignment_outlives_its_starter_for_a_while(tmp_path, assignment):
     async def scenario(hub, worker):
         link, task = await pair(hub, worker)
@@ -179,50 +167,6 @@ def test_a_failure_is_told_with_its_reason(tmp_path, assignment):
     in_memory(tmp_path, scenario, FakeDuty(failures=["no room"]))
 
 
-def test_what_breaks_down_is_told_as_well(tmp_path, assignment, caplog):
-    class Broken(FakeDuty):
-        async def carry_out(self, assignment, tell):
-            raise KeyError("x")
-
-    async def scenario(hub, worker):
-        link, task = await pair(hub, worker)
-        await link.assign(assignment)
-        await until(lambda: link.failure)
-        assert "KeyError" in link.failure
-        await end(task)
-
-    in_memory(tmp_path, scenario, Broken())
-    assert "the assignment failed" in caplog.text
-
-
-def test_other_blocks_interrupt_what_is_under_way(tmp_path, assignment):
-    async def scenario(hub, worker):
-        link, task = await pair(hub, worker)
-        await link.assign(assignment)
-        await asyncio.sleep(0.7)
-        fields = {name: getattr(assignment, name) for name in assignment.__struct_fields__}
-        await link.assign(messages.Assign(**(fields | {"number": 2, "end": 6})))
-        await until(lambda: link.server_id)
-        assert worker.duty.begun == ["2:4", "2:6"]
-        assert sorted(worker.duty.received) == [2, 3, 4, 5]  # what has arrived stays
-        await end(task)
-
-    in_memory(tmp_path, scenario)
-
-
-def test_a_newer_stream_of_the_starter_takes_the_place_of_the_older_one(tmp_path, assignment):
-    async def scenario(hub, worker):
-        first, task = await pair(hub, worker)
-        second, other = await pair(hub, worker)
-        await until(lambda: not first.is_connected or not second.is_connected)
-        await end(task)
-        await second.assign(assignment)
-        await until(lambda: second.server_id)
-        await end(other)
-
-    in_memory(tmp_path, scenario)
-
-
 def test_a_silent_starter_is_gone(tmp_path, assignment):
     async def scenario(hub, worker):
         link, task = await pair(hub, worker)
@@ -234,18 +178,6 @@ def test_a_silent_starter_is_gone(tmp_path, assignment):
         assert worker.duty.is_running
         hub.resume(STARTER)
         await until(lambda: worker.life.status.is_connected)
-        await end(task)
-
-    in_memory(tmp_path, scenario)
-
-
-def test_a_silent_worker_is_lost(tmp_path):
-    async def scenario(hub, worker):
-        link, task = await pair(hub, worker)
-        hub.hang(worker.peer_id)
-        await until(lambda: not link.is_connected, SILENCE_S + 5)
-        hub.resume(worker.peer_id)
-        await until(lambda: link.is_connected)
         await end(task)
 
     in_memory(tmp_path, scenario)
@@ -286,21 +218,6 @@ def test_a_starter_that_breaks_the_rules_is_hung_up_on(tmp_path):
         await link._stream.send(messages.Paired())
         await until(lambda: not link.is_connected)
         await until(lambda: link.is_connected)  # and may begin again
-        await end(task)
-
-    in_memory(tmp_path, scenario)
-
-
-def test_a_worker_that_breaks_the_rules_is_said(tmp_path):
-    async def scenario(hub, worker):
-        async def serve(stream):
-            await stream.send(messages.Paired())
-            await stream.discard_incoming()
-
-        await worker.network.serve(serve)
-        link = WorkerLink(worker.line, STARTER, "", MemoryNetwork(hub, STARTER).open_stream)
-        task = asyncio.create_task(link.run())
-        await until(lambda: isinstance(link.error, ProtocolViolation))
         await end(task)
 
     in_memory(tmp_path, scenario)
