@@ -102,22 +102,6 @@ def test_a_server_says_what_it_does_and_leaves_when_asked(folder: Path, start) -
     assert not alive
 
 
-@pytest.mark.slow
-def test_a_count_takes_the_weakest_blocks(folder: Path, start) -> None:
-    first = start("swarm.server", str(folder), "--blocks", "0:3", "--new-swarm", *LISTEN)
-    joined = start("swarm.server", str(folder), "--blocks", "2", "--initial-peers", first.address(), *LISTEN)
-    joined.address()
-    assert joined.wait_for(r"^Blocks: 3:5,")
-
-
-def test_it_leaves_while_it_is_still_starting(folder: Path, start) -> None:
-    began = time.monotonic()
-    server = start("swarm.server", str(folder), "--new-swarm", *LISTEN)
-    server.wait_for("^Model: ")
-    starting_s = time.monotonic() - began
-    assert leave(server) < starting_s
-
-
 LOADS_FOR_EVER = """
 import torch
 from swarm.server import span_service

@@ -4,20 +4,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swarm.data_structures import Span
 from swarm.errors import InvalidOption, InvalidSpan, UsageError
 from swarm.server.config import BlocksOption
 
 
 def test_auto():
     assert BlocksOption.parse("auto") == BlocksOption(None, None)
-
-
-@given(st.integers(0, 10**6), st.integers(1, 10**6))
-@settings(deadline=None)
-def test_a_span_or_a_count(start, length):
-    assert BlocksOption.parse(f"{start}:{start + length}") == BlocksOption(span=Span(start, start + length))
-    assert BlocksOption.parse(str(length)) == BlocksOption(count=length)
 
 
 def test_no_blocks_at_all():

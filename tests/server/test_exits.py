@@ -117,17 +117,6 @@ def test_a_reply_that_is_given_again_says_the_same(model):
     scenario(model, act)
 
 
-def test_a_part_of_the_span_has_the_exits_inside(model):
-    part, found = model.narrowed(Span(2, 4)), set()
-    for seed in range(8):
-        step = SessionCache(part).start_step(random(1, seed), StepLayout((0,), (1,)), StepExits(ALWAYS, (0,)))
-        advance_steps([(step, 1)])
-        assert step.exits is not None
-        found.add(step.exits.left[0])
-    assert 3 in found
-    assert found <= {0, 3}
-
-
 def test_exits_that_a_span_can_offer():
     for text, span, blocks in [
         ("all", Span(0, 4), (1, 2, 3, 4)),
@@ -155,8 +144,3 @@ def test_what_is_no_exit():
     ]:
         with pytest.raises(InvalidOption, match="use all, or numbers of blocks"):
             ExitsOption.parse(text)
-
-
-def test_an_exit_that_the_model_does_not_have():
-    with pytest.raises(InvalidOption, match="its last exit is in front of block 11"):
-        ExitsOption.parse("4,12").require_inside(12)

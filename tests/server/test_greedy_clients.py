@@ -11,7 +11,6 @@ import pytest
 
 from swarm.data_structures import WireFormat
 from swarm.models.execution.span_model import SpanModel
-from swarm.models.execution.strategy import PADDED
 from swarm.protocol import messages
 from swarm.protocol.compression import encode_tensor
 from swarm.server.memory import MAKE_ROOM_PERIOD_S
@@ -40,12 +39,6 @@ def model(tmp_path_factory) -> SpanModel:
     return make_model(tmp_path_factory.mktemp("checkpoint"))
 
 
-@pytest.fixture(scope="module")
-def slow_model(tmp_path_factory) -> SpanModel:
-    model = make_model(tmp_path_factory.mktemp("checkpoint"))
-    return model.with_strategy(PADDED)
-
-
 def now() -> float:
     return asyncio.get_running_loop().time()
 
@@ -69,54 +62,6 @@ async def besides(server: Server) -> AsyncIterator[Client]:
     yield good
     await good.right_step()
     await good.right_step(2)
-
-
-@pytest.mark.parametrize("packed", [True, False], ids=["packed", "rectangles"])
-def test_a_step_larger_than_the_budget_is_right_all_the_same(model, slow_model, packed):
-    async def act(server):
-        client = await server.client()
-        await client.ask(changed(OPEN, max_length=40))
-        await client.right_step(30)
-        await client.right_step()
-        await client.refused("too_long", changed(STEP, step=2, starts=[0], counts=[33]), bytes_of(33))
-        await client.right_step(9)
-
-    scenario(model if packed else slow_model, act, budget=7, step_tokens=32)
-
-
-def test_more_lanes_than_the_cache_has_room_for(model):
-    """Lanes are sessions: those that have room work, the others are told how much there is."""
-
-    async def act(server):
-        lanes = [await server.client() for _ in range(8)]
-        for number, lane in enumerate(lanes):
-            if number < 6:
-                await lane.begin(numbered(number))
-            else:
-                text = await lane.refused("cache_full", numbered(number))
-                assert "8 tokens of attention cache are needed and 0 of 56 are free" in text
-        text = await lanes[6].refused("cache_full", numbered(6, sequences=3))
-        assert "24 tokens" in text
-        for lane in lanes[:6]:
-            await lane.right_step()
-        await lanes[0].stream.send(messages.CloseSession())
-        await lanes[0].is_over()
-        await lanes[6].begin(numbered(6))
-
-    scenario(model, act, capacity=56)
-
-
-@pytest.mark.parametrize("rows", [1, 2])
-def test_rows_are_reserved_with_the_opening(model, rows):
-    async def act(server):
-        client = await server.client()
-        await client.refused("cache_full", changed(OPEN, sequences=8 + rows))
-        await client.begin(changed(OPEN, sequences=rows))
-        assert server.sessions.free == 64 - 8 - 8 * rows
-        await client.refused("cache_full", changed(STEP, starts=[2] + [0] * 7, counts=[1] * 8), bytes_of(8))
-        await client.right_step()
-
-    scenario(model, act)
 
 
 @pytest.mark.parametrize("end", ["closes", "disconnects", "gives up"])
@@ -152,38 +97,6 @@ def test_who_waits_for_room_gets_what_another_client_leaves(model, end):
     on_virtual_time(model, act)
 
 
-def test_a_step_with_more_rows_may_wait_for_room_too(model):
-    async def act(server):
-        async with besides(server):
-            holder = await (await server.client("holder")).begin(changed(OPEN, sequences=5))
-            client = await (await server.client()).begin(changed(OPEN, wait_timeout_s=20.0))
-            step = changed(STEP, starts=[2, 0, 0], counts=[1, 1, 1])
-            asking = asyncio.create_task(client.ask(step, bytes_of(3)))
-            await asyncio.sleep(3)
-            await holder.stream.send(messages.CloseSession())
-            reply, _ = await asking
-            assert isinstance(reply, messages.StepReply)
-            assert (now(), server.sessions.free) == (pytest.approx(3), 64 - 8 - 24)
-
-    on_virtual_time(model, act)
-
-
-def test_a_server_that_leaves_sends_those_away_who_wait_for_room(model):
-    async def act(server):
-        await (await server.client("holder")).begin(changed(OPEN, sequences=7))
-        client = await server.client()
-        asking = asyncio.create_task(client.ask(changed(OPEN, sequences=4, wait_timeout_s=60.0)))
-        await asyncio.sleep(5)
-        server.handler.closing = True
-        reply, _ = await asking
-        assert isinstance(reply, messages.Refusal)
-        assert (reply.code, now()) == ("server_closing", 5)
-        await server.handler.idle()
-        assert len(server.sessions) == 1
-
-    on_virtual_time(model, act)
-
-
 def test_a_thousand_sessions_at_once(model):
     """Each on a stream of its own, all of them open."""
 
@@ -212,27 +125,6 @@ def test_a_thousand_sessions_at_once(model):
         await (await server.client()).begin()
 
     scenario(model, act, capacity=2048, peer_share=0.75)
-
-
-@pytest.mark.parametrize("capacity", [1024, 1 << 16])
-def test_a_thousand_sessions_one_after_the_other_none_of_them_closed(model, capacity):
-    async def act(server):
-        opened = 0
-        for number in range(1000):
-            client = await server.client()
-            reply, _ = await client.ask(numbered(number))
-            opened += isinstance(reply, messages.SessionOpened)
-            assert isinstance(reply, messages.SessionOpened) or reply.code == "cache_full"
-            client.stream.close()
-        assert opened == min(messages.MAX_PEER_SESSIONS, capacity * 3 // 4 // 8)
-        await server.until(lambda: HOSTILE not in server.handler._streams)
-        await (await server.client("a third one")).begin()
-        server.now += RECONNECT_TIMEOUT_S + 1
-        server.sessions.expire()
-        assert server.sessions.free == capacity - 8 * len(server.sessions) >= capacity - 2 * 8
-        await (await server.client()).begin()
-
-    scenario(model, act, capacity=capacity, peer_share=0.75)
 
 
 def test_a_line_of_waiting_clients_is_no_way_around_the_limits(model):
@@ -339,21 +231,6 @@ def test_a_client_that_reads_no_answers_to_pushed_steps(model, small_window):
             again = await server.client()
             assert await again.ask(changed(OPEN, max_length=16)) == (messages.SessionOpened(20), b"")
             await pushers[0].ask(messages.InfoRequest())
-
-    on_virtual_time(model, act)
-
-
-def test_a_client_that_sends_garbage_and_reads_nothing(model, small_window):
-    async def act(server):
-        async with besides(server):
-            client = await server.client()
-            await client.ask(changed(OPEN, max_length=16))
-            await ask_on(client, 1)
-            await client.stream.send(messages.Refusal("peer_lost", "boo"))
-            server.hub.hang(HOSTILE)
-            await asyncio.sleep(2 * DEADLINE + 1)
-            assert HOSTILE not in server.handler._streams
-            await server.handler.idle()
 
     on_virtual_time(model, act)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,6 @@ from swarm.client.config import RequestOptions
 from swarm.client.hops.hop_session import SessionContext
 from swarm.client.wire.packed_hidden import PackedHidden
 from swarm.data_structures import ServerState, Span, StepLayout, WireFormat
-from swarm.dht.announcer import LIFETIME_PERIODS
 from swarm.dht.directory import fetch_servers
 from swarm.dht.validation import AnnouncementValidator
 from swarm.errors import InvalidSpan, SwarmError
@@ -130,30 +128,5 @@ def test_a_start_that_fails_leaves_nothing_behind(folder: str) -> None:
         with pytest.raises(InvalidSpan, match="the model has 6 blocks"):
             await late.start()
         await first.stop()
-
-    run(scenario())
-
-
-@pytest.mark.slow
-def test_a_killed_announcement_expires(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A server that is gone without a word vanishes when its record does; the other one's record lives longer."""
-    unix_time = time.time
-
-    async def scenario() -> None:
-        keeper = server(folder, "0:3", throughput=ThroughputOption(100.0), update_period=200.0)
-        await keeper.start()
-        address = await keeper.peer.visible_addresses()
-        lost = server(folder, "3:6", address, throughput=ThroughputOption(100.0), update_period=100.0)
-        await lost.start()
-        client = await client_of(keeper)
-        assert lost._announcer is not None
-        await lost._announcer.stop()
-        assert len(await fetch_servers(client.dht, "model", BLOCKS)) == 2
-        monkeypatch.setattr(time, "time", lambda: unix_time() + 100.0 * LIFETIME_PERIODS)
-        [left] = await fetch_servers(client.dht, "model", BLOCKS)
-        assert left.peer_id == keeper.peer.peer_id
-        await client.shutdown()
-        await lost.stop()
-        await keeper.stop()
 
     run(scenario())

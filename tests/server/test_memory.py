@@ -147,22 +147,6 @@ def test_a_peer_may_have_a_bounded_number_waiting():
     on_virtual_time(scenario)
 
 
-def test_patience_ends():
-    async def scenario():
-        pool = MemoryPool(100, peer_share=1.0)
-        pool.charge("all", "holder", 80)
-        line = Line(pool)
-        first = line.join("first", 50)
-        await settled()
-        second = line.join("second", 15, patience=PATIENCE * 3)
-        await first
-        assert (line.refused, now()) == (["first"], PATIENCE)
-        await second  # which only waited for those before it
-        assert (line.granted, now(), pool.free) == (["second"], PATIENCE, 5)
-
-    on_virtual_time(scenario)
-
-
 def test_only_the_next_one_has_others_make_room():
     async def scenario():
         pool = MemoryPool(100, peer_share=1.0)
@@ -211,21 +195,6 @@ def test_a_canceled_charge_leaves_what_was_held_before(moment):
         pool.release("all")
         await settled()
         assert (line.granted, pool.free, now()) == (["behind"], 50, 0)
-
-    on_virtual_time(scenario)
-
-
-def test_who_gives_back_waits_no_more():
-    async def scenario():
-        pool = MemoryPool(100, peer_share=1.0)
-        pool.charge("all", "holder", 80)
-        pool.charge("mine", "mine", 10)
-        line = Line(pool)
-        task = line.join("mine", 60)
-        await settled()
-        pool.release("mine")
-        await task
-        assert (line.refused, now(), pool.free) == (["mine"], 0, 20)
 
     on_virtual_time(scenario)
 

@@ -26,7 +26,7 @@ from swarm.server.lifecycle import Server
 from swarm.server.sessions.adapter_store import AdapterStore
 from swarm.server.sessions.handler import MessageHandler
 from swarm.server.sessions.request_validation import RequestLimits
-from swarm.server.sessions.session_table import RECONNECT_TIMEOUT_S, SessionTable
+from swarm.server.sessions.session_table import SessionTable
 from tests.metrics.readings import Readings, parse, value
 from tests.models.adapters.test_layer_hooks import make_adapter
 from tests.server import conversations
@@ -34,7 +34,6 @@ from tests.server.conversations import (
     ADAPTERS,
     FORWARD,
     HIDDEN,
-    OPEN,
     REVISION,
     STEP,
     alone,
@@ -115,45 +114,6 @@ def test_a_session_from_open_to_close(model):
     alone(model, act)
 
 
-def test_why_sessions_end(model):
-    async def act(server):
-        expired = await (await server.client()).begin()
-        expired.stream.close()
-        await server.until(lambda: not server.session().attached)
-        server.now += RECONNECT_TIMEOUT_S + 1
-        server.sessions.expire()
-        assert server.value("sessions_closed_total", reason="expired") == 1
-        await (await server.client()).begin()
-        server.handler.hang_up()
-        assert server.value("sessions_closed_total", reason="ended") == 1
-        assert server.value("sessions_opened_total") == 2
-
-    alone(model, act)
-
-
-def test_a_session_that_found_no_room_was_never_open(model):
-    async def act(server):
-        client = await server.client()
-        await client.refused("cache_full", changed(OPEN, max_length=64, sequences=2))
-        assert server.value("errors_total", code="cache_full") == 1
-        assert server.value("sessions_opened_total") == 0
-        assert server.value("sessions_closed_total", reason="closed") is None
-        assert (server.value("sessions_open"), server.value("cache_used_tokens")) == (0, 0)
-
-    alone(model, act)
-
-
-def test_a_session_that_is_found_again_is_opened_once(model):
-    async def act(server):
-        client = await (await server.client()).begin()
-        client.stream.close()
-        again = await server.client()
-        assert (await again.ask(OPEN))[0] == messages.SessionOpened(1)
-        assert server.value("sessions_opened_total") == 1
-
-    alone(model, act)
-
-
 def test_errors_by_type(model):
     async def act(server):
         client = await (await server.client()).begin()
@@ -186,18 +146,6 @@ def test_training_and_adapters(model):
         server.now += ADAPTERS.seconds + 1
         server.adapters.expire()
         assert len(server.adapters) == 0
-
-    alone(model, act)
-
-
-def test_a_replay(model):
-    async def act(server):
-        client = await server.client()
-        assert (await client.ask(OPEN))[0] == messages.SessionOpened(0)
-        replay = messages.ReplayRequest(5, [0], [4], STEP.format, STEP.dtype, None, False)
-        reply, _ = await client.ask(replay, bytes_of(4))
-        assert isinstance(reply, messages.ReplayReply), reply
-        assert server.value("tokens_total", kind="prefill") == 4
 
     alone(model, act)
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from swarm.data_structures import Span, WireFormat
+from swarm.data_structures import WireFormat
 from swarm.models.execution.span_model import SpanModel
 from swarm.protocol import messages
 from swarm.protocol.compression import decode_tensor, encode_tensor, payload_bytes
@@ -102,34 +102,6 @@ def test_a_session_that_goes_on_at_another_server(model, wanted, wire):
     on_virtual_time(model, act)
 
 
-def test_the_steps_after_it_are_right(model):
-    async def act(server):
-        client = await opened(server)
-        hidden = random(4)
-        await client.ask(REPLAY, encode_tensor(hidden, WireFormat.NONE))
-        remembers(client, hidden)
-        await client.right_step()
-        await client.right_step(2)
-
-    on_virtual_time(model, act)
-
-
-def test_part_of_the_span(model):
-    async def act(server):
-        narrow = model.narrowed(Span(2, 4))
-        client = await opened(server, start=2)
-        client.model = narrow
-        hidden = random(4)
-        request, sent = changed(REPLAY, return_outputs=True), encode_tensor(hidden, WireFormat.NONE)
-        reply, payload = await client.ask(request, sent)
-        assert reply == done(request, sent)
-        assert_close(decode_tensor(payload, 4, HIDDEN, WireFormat.NONE, "float32", CPU), alone(narrow, hidden))
-        remembers(client, hidden)
-        await client.right_step()
-
-    on_virtual_time(model, act)
-
-
 def test_several_requests_for_ragged_rows(model):
     """The second row ends first: it takes no part in the last request, and is continued all the same."""
 
@@ -146,18 +118,6 @@ def test_several_requests_for_ragged_rows(model):
             await replay_is_done(client, request, hidden)
         await rows_are(client, model, rows, 7)
         assert server.sessions.free == 64 - 2 * 8
-
-    on_virtual_time(model, act)
-
-
-def test_offsets(model):
-    async def act(server):
-        client = await opened(server)
-        hidden = random(3)
-        request = changed(REPLAY, counts=[3], offsets=[2], return_outputs=True)
-        _, payload = await client.ask(request, encode_tensor(hidden, WireFormat.NONE))
-        expected = model.forward(hidden.unsqueeze(0), offsets=[2])[0]
-        assert_close(decode_tensor(payload, 3, HIDDEN, WireFormat.NONE, "float32", CPU), expected)
 
     on_virtual_time(model, act)
 
@@ -290,14 +250,5 @@ def test_a_refused_replay_changes_nothing(model, code, changes, payload):
         await client.refused(code, changed(REPLAY, **changes), payload)
         assert await client.ask(*last) == kept
         await client.right_step()
-
-    on_virtual_time(model, act)
-
-
-def test_a_replay_before_its_session(model):
-    async def act(server):
-        client = await server.client()
-        await client.refused("unknown_session", REPLAY, bytes_of(4))
-        await client.begin()
 
     on_virtual_time(model, act)

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import copy
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import LlamaConfig
 
 from swarm.data_structures import Span
-from swarm.errors import AdapterError, AdapterMismatch, InvalidOption, InvalidSpan, NotEnoughMemory
+from swarm.errors import AdapterError, AdapterMismatch, InvalidOption, NotEnoughMemory
 from swarm.models.checkpoints.checkpoint import open_checkpoint
 from swarm.models.exits.model_head import head_bytes, head_loading_bytes
 from swarm.models.exits.trained_exits import BaseModel, ExitLens, TrainedExits
@@ -78,11 +75,6 @@ def test_a_size_is_the_memory_for_weights_and_nothing_is_quantized(resolve, weig
     assert "on flash" in config.weight_form
 
 
-def test_what_cannot_be_read_from_flash_is_refused(resolve, weights):
-    with pytest.raises(InvalidOption, match="--quant none instead of int8"):
-        resolve(10 * weights, quant="int8", flash=FlashOption(memory=weights))
-
-
 def test_a_size_that_does_not_fit_is_refused(resolve, weights):
     config = resolve(weights // 2, flash=FlashOption(memory=weights))
     with pytest.raises(NotEnoughMemory, match="give --flash another size"):
@@ -108,17 +100,6 @@ def test_what_is_to_be_quantized_is_refused_for_lack_of_memory(resolve, weights,
     assert config.flash is None
     with pytest.raises(NotEnoughMemory):
         config.budget.check_fits(Span(0, 6))
-
-
-def test_a_number_of_blocks_of_which_memory_holds_a_part_goes_to_flash_whole(resolve, weights):
-    config = resolve(weights * 3 // 4, "5", quant="none")
-    assert config.flash.windows(5) == [Span(0, 5), Span(1, 6)]
-    assert resolve(weights * 3 // 4, "3", quant="none").flash is None
-
-
-def test_blocks_that_the_model_does_not_have(resolve, weights):
-    with pytest.raises(InvalidSpan, match="blocks 0:9 do not lie inside"):
-        resolve(weights // 2, "0:9", flash=FlashOption(memory=weights // 4))
 
 
 def test_a_graphics_card_is_used_without_flash(resolve, weights, monkeypatch):
@@ -219,31 +200,6 @@ def test_a_head_that_cannot_be_loaded_is_refused(folder, monkeypatch):
     resolved_config._require_head_loads(checkpoint, torch.float32)
 
 
-def test_too_little_memory_for_the_head_is_said_at_once(resolve, weights, monkeypatch):
-    monkeypatch.setattr(resolved_config, "head_loading_bytes", lambda checkpoint, dtype: 3 * weights)
-    with pytest.raises(NotEnoughMemory, match="loading the model's head"):
-        resolve(2 * weights, exits=ExitsOption())
-    resolve(2 * weights)
-
-
-def test_blocks_that_go_to_flash_anyway_pay_for_no_exits(resolve, weights):
-    plain, with_exits = (resolve(weights * 3 // 4, quant="none", exits=exits).flash for exits in (None, ExitsOption()))
-    assert with_exits.free == plain.free
-
-
-def test_lenses_of_a_model_whose_config_has_parts(folder, tmp_path):
-    """As those of models that see have: the width is that of the part that writes."""
-    checkpoint = open_checkpoint(folder)
-    config = copy.deepcopy(checkpoint.config)
-    config.text_config = LlamaConfig(hidden_size=64)
-    checkpoint = replace(checkpoint, config=config)
-    base = BaseModel(checkpoint.name, checkpoint.revision, 64, checkpoint.blocks)
-    TrainedExits(base, {2: ExitLens(torch.eye(64), torch.zeros(64))}).save(tmp_path)
-    options = ServerConfig(model=str(folder), exits=ExitsOption((2,)), exits_from=tmp_path)
-    found = resolved_config._open_trained_exits(options, checkpoint)
-    assert found.weight_bytes(2) == 4 * (64 * 64 + 64)
-
-
 def test_what_sessions_keep_beside_their_cache_is_not_for_blocks(resolve, weights):
     assert resolve(2 * weights).budget.free == 2 * weights - BUFFER_BYTES
 
@@ -253,12 +209,6 @@ def test_on_a_gpu_they_are_in_other_memory(folder):
     for device, expected in (("cpu", BUFFER_BYTES), ("cuda", 0)):
         taken = memory_budget.session_buffer_bytes(checkpoint, torch.device(device), torch.float32, CACHE_TOKENS)
         assert taken == expected
-
-
-def test_memory_that_is_promised_twice_holds_no_blocks(resolve, weights):
-    config = resolve(weights, "auto", adapter_memory=10 * weights)
-    with pytest.raises(NotEnoughMemory, match="one block takes"):
-        config.budget.blocks_that_fit()
 
 
 def test_exits_that_cannot_be_used_are_refused(resolve, weights, tmp_path):

@@ -57,17 +57,6 @@ def test_a_client_with_a_slow_uplink_hears_why_it_is_refused(model):
     on_virtual_time(model, act, memory=MEMORY_BYTES)
 
 
-def test_a_server_that_hangs_up_does_not_wait_for_who_still_sends_what_was_refused(model):
-    async def act(server: Server) -> None:
-        client = await server.client()
-        await send_slowly(client, 3)
-        server.handler.hang_up()
-        await asyncio.wait(list(server.hub.tasks), timeout=1)
-        assert not server.handler._streams
-
-    on_virtual_time(model, act, memory=MEMORY_BYTES)
-
-
 def test_a_session_whose_client_sends_slowly_is_not_idle(model):
     """A prompt that takes longer to arrive than the time after which sessions have to leave for others."""
     tokens = 2000

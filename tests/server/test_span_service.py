@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,13 +24,11 @@ from swarm.models.exits.trained_exits import BaseModel, ExitClassifier, ExitLens
 from swarm.models.flash.files.block_files import PackedModel
 from swarm.models.flash.files.inventory import remove_stored, stored_models
 from swarm.models.loading.flash_preparation import plan_for_flash
-from swarm.models.loading.span_loading import load_span
 from swarm.protocol.adapter_encoding import pack_adapters
 from swarm.server import span_service as span_service_module
 from swarm.server.compute.compute_thread import ComputeThread
 from swarm.server.config import ExitsOption, ServerConfig
 from swarm.server.flash_budget import FlashBudget, flash_footprint
-from swarm.server.lifecycle import Server
 from swarm.server.memory_budget import MemoryBudget
 from swarm.server.resolved_config import ResolvedConfig
 from swarm.server.sessions.session import SessionTerms
@@ -112,36 +109,6 @@ def test_exits_are_offered_where_the_span_has_them(checkpoint):
 
 
 @pytest.mark.slow
-def test_the_head_is_loaded_before_the_blocks_and_once(checkpoint, monkeypatch):
-    """Loading it takes more memory than is reserved for it, so it must not meet blocks."""
-    loaded: list[object] = []
-
-    def noted(name, load):
-        def loading(*args, **kwargs):
-            loaded.append(name)
-            return load(*args, **kwargs)
-
-        return loading
-
-    monkeypatch.setattr(span_service_module, "ModelHead", noted("head", ModelHead))
-    monkeypatch.setattr(span_service_module, "load_span", noted("blocks", load_span))
-
-    async def scenario() -> None:
-        server = Server(ServerConfig())
-        server._peer = MemoryNetwork(MemoryHub(), "server")
-        config = resolved(checkpoint, exits=ExitsOption((3,)))
-        try:
-            for span, offered in ((Span(0, 2), ()), (SPAN, (3,)), (Span(2, 4), (3,))):
-                service = await server._load(config, span)  # as for a move
-                assert service.exits.blocks == offered
-        finally:
-            server._compute_thread.close()
-
-    asyncio.run(scenario())
-    assert loaded == ["blocks", "head", "blocks", "blocks"]
-
-
-@pytest.mark.slow
 def test_lenses_are_loaded_for_the_exits_of_the_span(checkpoint, tmp_path, monkeypatch):
     base = BaseModel(checkpoint.name, checkpoint.revision, HIDDEN, checkpoint.blocks)
     lenses = {block: ExitLens(torch.eye(HIDDEN), torch.zeros(HIDDEN)) for block in range(1, 6)}
@@ -166,13 +133,6 @@ def test_lenses_are_loaded_for_the_exits_of_the_span(checkpoint, tmp_path, monke
     TrainedExits(base, {2: ExitLens(torch.eye(HIDDEN), torch.full((HIDDEN,), torch.nan))}).save(tmp_path)
     with pytest.raises(AdapterError, match="holds NaN"):
         asyncio.run(scenario())
-
-
-def test_blocks_that_have_to_be_computed_in_full_offer_no_exits(checkpoint, monkeypatch, caplog):
-    monkeypatch.setattr(span_service_module, "load_span", partial(load_span, layout="padded"))
-    service = asyncio.run(load(checkpoint, exits=ExitsOption()))
-    assert service.exits.blocks == ()
-    assert "Exits: none, because tokens have to be computed in full" in caplog.text
 
 
 def test_what_the_server_was_started_with_is_found_by_its_digest(checkpoint, tmp_path):

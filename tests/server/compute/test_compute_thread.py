@@ -39,35 +39,6 @@ def test_jobs_run_one_after_the_other_in_order():
     run(scenario)
 
 
-def test_all_jobs_run_in_one_thread_that_is_not_the_network_loops():
-    async def scenario(runtime):
-        threads = {await runtime.run(threading.get_ident) for _ in range(5)}
-        assert len(threads) == 1
-        assert threading.get_ident() not in threads
-
-    run(scenario)
-
-
-def test_arguments_arrive():
-    async def scenario(runtime):
-        assert await runtime.run(lambda *args, **kwargs: (args, kwargs), 1, 2, key=3) == ((1, 2), {"key": 3})
-
-    run(scenario)
-
-
-def test_the_loop_goes_on_while_a_job_computes():
-    async def scenario(runtime):
-        go_on = threading.Event()
-        computing = asyncio.create_task(runtime.run(go_on.wait, SOON))
-        for _ in range(10):
-            await asyncio.sleep(0)
-        assert not computing.done()
-        go_on.set()
-        assert await computing
-
-    run(scenario)
-
-
 class OutOfMemory(BaseException):
     pass
 
@@ -104,25 +75,6 @@ def test_a_job_that_nobody_waits_for_any_more_is_not_begun():
     run(scenario)
 
 
-def test_a_running_job_whose_caller_leaves_does_no_harm():
-    async def scenario(runtime):
-        begun, go_on = threading.Event(), threading.Event()
-
-        def job():
-            begun.set()
-            go_on.wait(SOON)
-
-        unwanted = asyncio.create_task(runtime.run(job))
-        await asyncio.to_thread(begun.wait, SOON)
-        unwanted.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await unwanted
-        go_on.set()
-        assert await runtime.run(int, "7") == 7
-
-    run(scenario)
-
-
 def test_close_finishes_what_was_begun_and_takes_nothing_new():
     async def scenario(runtime):
         before = set(threading.enumerate())
@@ -139,39 +91,6 @@ def test_close_finishes_what_was_begun_and_takes_nothing_new():
         assert await asyncio.gather(*jobs) == [True] * 3
         await asyncio.to_thread(thread.join, SOON)
         assert not thread.is_alive()
-
-    run(scenario)
-
-
-def test_a_loop_that_is_gone_does_not_hurt_the_thread():
-    go_on = threading.Event()
-    runtimes = []
-
-    async def leave_early():
-        runtimes.append(ComputeThread())
-        waiting = asyncio.create_task(runtimes[0].run(go_on.wait, SOON))
-        await asyncio.sleep(0)
-        waiting.cancel()
-
-    asyncio.run(leave_early())
-    go_on.set()
-
-    async def come_back():
-        assert await asyncio.wait_for(runtimes[0].run(int, "7"), SOON) == 7
-
-    asyncio.run(come_back())
-    runtimes[0].close()
-
-
-def test_posted_jobs_take_their_turn():
-    async def scenario(runtime):
-        log = []
-        first = asyncio.create_task(runtime.run(log.append, "run"))
-        await asyncio.sleep(0)
-        assert runtime.post(lambda: log.append("posted"))
-        await runtime.run(log.append, "run again")
-        await first
-        assert log == ["run", "posted", "run again"]
 
     run(scenario)
 
@@ -248,18 +167,3 @@ def test_a_closed_runtime_runs_nothing_now():
     runtime = ComputeThread()
     runtime.close()
     assert not runtime.try_run_inline(pytest.fail)
-
-
-def test_whether_it_has_ended():
-    async def scenario(runtime):
-        began, go_on, done = threading.Event(), threading.Event(), threading.Event()
-        for job in (began.set, lambda: go_on.wait(SOON) or None, done.set):
-            assert runtime.post(job)
-        await asyncio.to_thread(began.wait, SOON)
-        runtime.close()
-        assert not await runtime.wait_ended(0.01)
-        go_on.set()
-        assert await runtime.wait_ended(SOON)
-        assert done.is_set()  # what was queued before
-
-    run(scenario)

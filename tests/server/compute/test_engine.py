@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
@@ -579,22 +579,6 @@ def test_close_at_any_moment_leaves_nobody_waiting(llama, round_):
     run(scenario, budget=8)
 
 
-def test_sessions_of_two_loops_are_computed_together(model):
-    async def scenario(engine):
-        async def write(seeds: Sequence[int]) -> None:
-            async def one(seed):
-                session = Session(engine, model, seed)
-                for tokens in (9, 1, 1, 30, 1):
-                    await session.step(tokens)
-
-            async with asyncio.timeout(SOON):
-                await asyncio.gather(*map(one, seeds))
-
-        await asyncio.gather(asyncio.to_thread(asyncio.run, write(range(3))), write(range(3, 6)))
-
-    run(scenario, budget=16)
-
-
 def test_a_loop_that_is_gone_does_not_hurt_the_others(llama, monkeypatch):
     """Its results find nobody, even if the loop ends while they are computed."""
 
@@ -640,48 +624,6 @@ def test_parts_of_the_span_share_iterations(model):
         assert iterations == ([6] if model.joins_parts else [2, 2, 2])
 
     run(scenario, budget=32)
-
-
-def test_a_step_that_cannot_be_computed_does_not_keep_other_parts_from_it(llama):
-    async def scenario(engine):
-        sessions = [Session(engine, llama.narrowed(span), seed) for seed, span in enumerate((Span(1, 4), Span(2, 4)))]
-        bad = Session(engine, llama.narrowed(Span(1, 3)), 2)
-        hidden = bad.inputs(2)
-        results = await Pause(engine).end(
-            *(session.step(2) for session in sessions), engine.compute(bad.request(hidden[:, : HIDDEN // 2]))
-        )
-        assert [type(one) for one in results[:2]] == [ComputeResult] * 2
-        assert isinstance(results[2], Exception)
-
-    run(scenario)
-
-
-def test_training_keeps_nothing_and_waits_for_inference(llama, monkeypatch):
-    async def scenario(engine):
-        trainer, writer = Session(engine, llama, 1), Session(engine, llama, 2)
-        sizes = recorded(llama, monkeypatch)
-        hidden = trainer.inputs(40)
-        order = []
-
-        async def train():
-            trainer.check(hidden, await engine.compute(trainer.request(hidden, training=True)))
-            order.append("trained")
-
-        async def write():
-            for _ in range(3):
-                await writer.step(1)
-            order.append("written")
-
-        pause = Pause(engine)
-        training = asyncio.create_task(train())
-        await asyncio.sleep(0)
-        await pause.end(write())
-        await training
-        assert sizes[0] == 1  # although training came first
-        assert sum(sizes) == 43
-        assert order[0] == "written" or len(sizes) == 6
-
-    run(scenario, budget=16)
 
 
 def test_a_lone_quick_step_is_computed_where_it_came(llama, monkeypatch):
@@ -749,38 +691,10 @@ def test_a_step_that_may_wait_for_a_drive_never_runs_in_the_loop(llama, monkeypa
     assert threading.get_ident() not in threads
 
 
-def test_how_long_requests_wait_is_measured(llama):
-    async def scenario(engine):
-        assert engine.queue_seconds == 0
-        pause = Pause(engine)
-        await pause.end(Session(engine, llama).step(1))
-        assert 0 < engine.queue_seconds < SOON
-
-    run(scenario)
-
-
-def test_time_in_the_blocks_is_told(llama):
-    async def scenario(engine):
-        outcome = await Session(engine, llama).step(40)
-        assert 0 < outcome.milliseconds < SOON * 1e3
-
-    run(scenario, budget=16)
-
-
 @pytest.mark.parametrize("rate", [0.0, 1.0, 1e3, 1e4, 1e9])
 def test_the_budget_fits_the_blocks(rate):
     assert MIN_ITERATION_TOKENS <= token_budget(rate) <= MAX_ITERATION_TOKENS
     assert token_budget(2 * rate) >= token_budget(rate)
-
-
-@pytest.mark.parametrize("interval", [0.0, 0.001, 1.0, WAIT_FADE_S / 2])
-def test_a_steady_queue_is_seen_as_it_is(interval):
-    meter = QueueMeter()
-    now = 0.0
-    for _ in range(100):
-        now += interval
-        meter.record_start(0.25, now)
-    assert meter.expected_wait(now) == pytest.approx(0.25)
 
 
 @pytest.mark.parametrize("jobs", [1, 100_000])

@@ -15,7 +15,7 @@ from swarm.models.loading.span_loading import load_span
 from swarm.protocol import messages
 from swarm.protocol.compression import decode_tensor, encode_tensor
 from swarm.protocol.framing import MAX_HEADER_BYTES
-from swarm.server.sessions.session_table import IDLE_TIMEOUT_S, RECONNECT_TIMEOUT_S
+from swarm.server.sessions.session_table import RECONNECT_TIMEOUT_S
 from tests import zoo
 from tests.server.conversations import (
     CPU,
@@ -25,7 +25,6 @@ from tests.server.conversations import (
     PATIENCE,
     SPAN,
     STEP,
-    Client,
     alone,
     assert_close,
     bytes_of,
@@ -60,15 +59,6 @@ def test_a_session_from_open_to_close(model):
     scenario(model, act)
 
 
-def test_part_of_the_span(model):
-    async def act(server):
-        narrow = Client(model.narrowed(Span(2, 3)), (await server.client()).stream)
-        await narrow.begin(changed(OPEN, start=2, end=3))
-        await narrow.right_step(3)
-
-    scenario(model, act)
-
-
 @pytest.mark.parametrize("wire", WireFormat)
 def test_every_format_in_both_directions(model, wire):
     async def act(server):
@@ -81,21 +71,6 @@ def test_every_format_in_both_directions(model, wire):
         output = decode_tensor(payload, 3, HIDDEN, wire, reply.dtype, CPU)
         expected = model.forward(hidden.unsqueeze(0))[0]
         assert torch.nn.functional.cosine_similarity(output.flatten(), expected.flatten(), dim=0) > 0.999
-
-    scenario(model, act)
-
-
-def test_ragged_rows_in_one_step(model):
-    async def act(server):
-        client = await server.client()
-        await client.ask(OPEN)
-        hidden = random(5)
-        request = messages.StepRequest(0, [0, 0], [2, 3], WireFormat.NONE, "float32")
-        _, payload = await client.ask(request, encode_tensor(hidden, WireFormat.NONE))
-        output = decode_tensor(payload, 5, HIDDEN, WireFormat.NONE, "float32", CPU)
-        expected = torch.cat([model.forward(row.unsqueeze(0))[0] for row in hidden.split([2, 3])])
-        assert_close(output, expected)
-        assert server.sessions.free == 64 - 8 - 2 * 8
 
     scenario(model, act)
 
@@ -148,18 +123,6 @@ def test_a_session_that_cannot_be_opened(model, code, changes):
         await client.refused(code, changed(OPEN, **changes))
         assert len(server.sessions) == 1
         await client.begin()  # the same stream may ask again
-
-    scenario(model, act)
-
-
-def test_a_session_on_some_of_the_blocks_may_be_longer(model):
-    async def act(server):
-        client = await server.client()
-        await client.refused("too_long", changed(OPEN, end=SPAN.start + 1, max_length=3 * 64 + 1))
-        await client.refused("cache_full", changed(OPEN, end=SPAN.start + 1, max_length=3 * 64))
-        reply, _ = await client.ask(changed(OPEN, end=SPAN.start + 1, max_length=2 * 64))
-        assert reply == messages.SessionOpened(0)
-        assert server.sessions.free == 64 - 8 - 43
 
     scenario(model, act)
 
@@ -236,15 +199,6 @@ def test_numbers_may_leave_gaps(model, number):
     scenario(model, act)
 
 
-def test_a_step_before_its_session(model):
-    async def act(server):
-        client = await server.client()
-        await client.refused("unknown_session", changed(STEP, step=0, starts=[0]), bytes_of(1))
-        await client.begin()
-
-    scenario(model, act)
-
-
 @pytest.mark.parametrize(
     ("code", "changes", "payload"),
     [
@@ -313,19 +267,6 @@ def test_a_second_session_on_one_stream(model):
     scenario(model, act)
 
 
-def test_the_same_session_id_of_another_peer_is_another_session(model):
-    async def act(server):
-        mine = await (await server.client("me")).begin()
-        thief = await (await server.client("thief")).begin(tokens=3)
-        await mine.right_step()
-        await thief.right_step(2)
-        await thief.stream.send(messages.CloseSession())
-        await thief.is_over()
-        await mine.right_step()
-
-    scenario(model, act)
-
-
 def test_a_lost_reply_is_sent_again_and_not_computed_again(model, monkeypatch):
     calls = []
     forward = model.forward_tokens
@@ -367,77 +308,6 @@ def test_the_same_step_through_two_connections_at_once_is_computed_once(model):
         assert first == second
         one.history, one.steps = torch.cat([one.history, random(1, 7)]), 2
         await one.right_step()
-
-    scenario(model, act)
-
-
-@pytest.mark.parametrize("changes", [{"start": 2}, {"max_length": 9}], ids=str)
-def test_an_open_session_cannot_be_opened_as_another_one(model, changes):
-    async def act(server):
-        client = await (await server.client()).begin()
-        await (await server.client()).refused("wrong_span", changed(OPEN, **changes))
-        await client.right_step()
-
-    scenario(model, act)
-
-
-def test_more_rows_than_there_is_room_for(model):
-    async def act(server):
-        client = await (await server.client()).begin()  # 8 of 24; the other client has 8
-        text = await client.refused("cache_full", changed(STEP, starts=[2, 0, 0], counts=[1, 1, 1]), bytes_of(3))
-        assert "16 tokens" in text
-        assert "8 of 24 are free" in text
-        await client.right_step()
-        reply, _ = await client.ask(changed(STEP, step=2, starts=[3, 0], counts=[1, 1]), bytes_of(2))
-        assert isinstance(reply, messages.StepReply)
-        text = await (await server.client("late")).refused("cache_full", OPEN)
-        assert "0 of 24 are free" in text
-
-    scenario(model, act, capacity=24)
-
-
-def test_a_vanished_clients_room_is_free_after_a_while(model):
-    async def act(server):
-        client = await (await server.client()).begin()
-        session = server.session()
-        client.stream.close()
-        await server.until(lambda: session.attached == 0)
-        server.now += RECONNECT_TIMEOUT_S
-        server.sessions.expire()
-        assert server.sessions.free == 64 - 16
-        server.now += 1
-        server.sessions.expire()
-        assert server.sessions.free == 64 - 8
-
-    scenario(model, act)
-
-
-def test_an_expired_session_on_an_open_stream(model):
-    async def act(server):
-        client = await (await server.client()).begin()
-        server.now += IDLE_TIMEOUT_S + 1
-        server.sessions.expire()
-        await client.refused("unknown_session", STEP, bytes_of(1))
-        again = await server.client()
-        assert await again.ask(OPEN) == (messages.SessionOpened(0), b"")
-
-    alone(model, act)
-
-
-def test_a_connection_to_a_closed_session_has_no_part_in_its_successor(model):
-    """Else its rows would take cache that the accountant does not see."""
-
-    async def act(server):
-        old = await (await server.client()).begin()
-        other = await server.client()
-        await other.ask(OPEN)
-        await other.stream.send(messages.CloseSession())
-        await other.is_over()
-        new = await (await server.client()).begin()
-        await old.refused("unknown_session", changed(STEP, starts=[2, 0], counts=[1, 1]), bytes_of(2))
-        old.stream.close()
-        await new.right_step()
-        assert server.sessions.free == 64 - 8 - 8
 
     scenario(model, act)
 
@@ -495,15 +365,6 @@ def test_in_the_end_all_streams_end(model):
         await idle.is_over()
         assert len(server.sessions) == 0
         await server.handler.idle()
-
-    alone(model, act)
-
-
-def test_a_step_that_comes_after_the_last_one_was_computed(model):
-    async def act(server):
-        client = await (await server.client()).begin()
-        server.runtime.close()
-        await client.refused("server_closing", STEP, bytes_of(1))
 
     alone(model, act)
 
@@ -574,15 +435,6 @@ def test_values_that_would_spoil_the_cache_are_refused(model, wire, value):
     scenario(model, act)
 
 
-def test_values_that_spoil_only_ones_own_session(model):
-    async def act(server):
-        client = await (await server.client()).begin()
-        reply, _ = await client.ask(STEP, encode_tensor(torch.full((1, HIDDEN), -3e38), WireFormat.NONE))
-        assert isinstance(reply, messages.StepReply)
-
-    scenario(model, act)
-
-
 def test_too_many_streams_of_one_peer(model):
     async def act(server):
         clients = [await server.client() for _ in range(2)]
@@ -601,26 +453,6 @@ def test_too_many_streams_of_one_peer(model):
         await (await server.client()).begin()
 
     scenario(model, act, streams=2)
-
-
-def test_a_client_that_leaves_in_the_middle_of_a_frame(model):
-    async def act(server):
-        client = await (await server.client()).begin()
-        session = server.session()
-        client.stream._writer.write(b"\x00\x00")
-        client.stream.close()
-        await server.until(lambda: session.attached == 0)
-
-    scenario(model, act)
-
-
-def test_closing_without_a_session(model):
-    async def act(server):
-        client = await server.client()
-        await client.stream.send(messages.CloseSession())
-        await client.is_over()
-
-    scenario(model, act)
 
 
 def test_a_step_number_is_not_answered_for_another_step(model):
@@ -667,17 +499,6 @@ def test_a_probe_carries_as_many_bytes_as_are_asked_for(model, sent, wanted):
         assert await client.ask(messages.ProbeRequest(wanted), bytes(sent)) == (messages.ProbeReply(), bytes(wanted))
 
     scenario(model, act)
-
-
-def test_a_probe_that_carries_too_much(model):
-    async def act(server):
-        client = await server.client()
-        reply, _ = await client.ask(messages.ProbeRequest(0), bytes(messages.MAX_PROBE_BYTES))
-        assert isinstance(reply, messages.ProbeReply)
-        await client.refused("too_long", messages.ProbeRequest(0), bytes(messages.MAX_PROBE_BYTES + 1))
-        await client.begin()  # it was a request all the same
-
-    scenario(model, act, step_tokens=messages.MAX_PROBE_BYTES // HIDDEN)
 
 
 def test_a_client_that_comes_back_finds_its_session_and_its_reply(model):

@@ -27,18 +27,6 @@ async def number(stream) -> int:
     return decode_client((await stream.receive()).header).reply_bytes
 
 
-def test_a_later_frame_leaves_later_and_keeps_nobody_waiting():
-    async def scenario(stream, peer):
-        loop = asyncio.get_running_loop()
-        began = loop.time()
-        await stream.send_later(PAUSE, ProbeRequest(1))
-        assert loop.time() == began
-        assert await number(peer) == 1
-        assert loop.time() == pytest.approx(began + PAUSE)
-
-    on_virtual_time(scenario)
-
-
 def test_frames_keep_their_order():
     async def scenario(stream, peer):
         await stream.send_later(PAUSE, ProbeRequest(1))
@@ -63,16 +51,6 @@ def test_a_frame_that_was_to_leave_later_does_not_outlive_its_stream():
     on_virtual_time(scenario)
 
 
-def test_a_peer_that_is_gone_shows_at_the_next_frame():
-    async def scenario(stream, peer):
-        peer.close()
-        await stream.send_later(PAUSE, ProbeRequest(1))
-        with pytest.raises(PeerLost):
-            await stream.send(ProbeRequest(2))
-
-    on_virtual_time(scenario)
-
-
 def test_a_peer_that_does_not_read_a_later_frame_is_given_up_in_the_same_time(monkeypatch):
     monkeypatch.setattr(memory_hub, "MAX_UNREAD_BYTES", 0)
 
@@ -88,19 +66,6 @@ def test_a_peer_that_does_not_read_a_later_frame_is_given_up_in_the_same_time(mo
         assert loop.time() - began == pytest.approx(PAUSE + PUSH_TIMEOUT_S, rel=0.01)
 
     on_virtual_time(scenario, hub)
-
-
-def test_who_still_sends_reads_our_last_word():
-    async def scenario(stream, peer):
-        lingering = asyncio.create_task(stream.discard_incoming())
-        for _ in range(3):
-            await peer.send(ProbeRequest(1), b"x" * 1000)
-            await asyncio.sleep(PAUSE)
-        assert not lingering.done()
-        peer.close()
-        await lingering
-
-    on_virtual_time(scenario)
 
 
 def test_who_never_hangs_up_is_not_waited_for_long():

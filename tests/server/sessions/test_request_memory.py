@@ -16,11 +16,9 @@ from swarm.models.execution import gradients
 from swarm.models.execution.span_model import SpanModel
 from swarm.protocol import messages
 from swarm.server.limits import MIN_REQUEST_TOKENS, REQUEST_PEER_SHARE, min_request_bytes
-from swarm.server.memory import MAKE_ROOM_PERIOD_S
 from swarm.server.sessions import request_memory
 from swarm.server.sessions.adapter_store import AdapterStore
 from swarm.server.sessions.request_memory import (
-    PRESSED_S,
     ROOM_TIMEOUT_S,
     STREAM_BYTES,
     TRAINING_ROOM_TIMEOUT_S,
@@ -76,15 +74,6 @@ def test_a_forward_is_charged_for_what_it_brings_computes_and_caches(model, coun
     assert needs >= 4 * payload + tokens * SLOT_BYTES * SPAN.length
 
 
-@given(COUNTS, COUNTS)
-def test_more_tokens_never_take_less(model, counts, more):
-    limits = RequestLimits(step_tokens=100_000, backward_tokens=100_000, memory=MEMORY, slot_bytes=SLOT_BYTES)
-    memory = RequestAccount(model, limits, AdapterStore(lambda: 0.0, ADAPTERS), ServerObserver())
-    for message in (FORWARD, BACKWARD, changed(STEP, starts=[0])):
-        few, many = (memory.needs("peer", changed(message, counts=some), 0) for some in (counts, [*counts, *more]))
-        assert few <= many
-
-
 def test_a_request_that_will_be_refused_takes_its_payload(memory):
     absurd = [2**31 - 1] * 4096
     for message in (changed(FORWARD, counts=absurd), changed(BACKWARD, counts=absurd), changed(STEP, counts=absurd)):
@@ -100,10 +89,6 @@ def test_the_least_memory_is_enough_for_what_clients_send_at_once(model):
     replay = messages.ReplayRequest(0, [0], [MIN_REQUEST_TOKENS], WireFormat.NONE, "float32", None, True)
     for message in (changed(STEP, counts=[MIN_REQUEST_TOKENS]), replay):
         assert memory.needs("peer", message, MIN_REQUEST_TOKENS * HIDDEN * 4) <= left
-
-
-def test_a_large_payload_counts_twice_because_it_exists_twice(memory):
-    assert memory.needs("peer", messages.InfoRequest(), 1 << 20) == 2 << 20
 
 
 def test_a_graph_is_charged_beyond_what_the_server_keeps_for_one(model, memory, monkeypatch):
@@ -204,21 +189,6 @@ def test_bodies_that_come_slowly_give_way_to_a_request_that_waits(memory, told):
         assert loop.time() == began
         assert all("too slowly" in str(one.interrupted[0]) for one in slow)
         assert (late.interrupted, told.refusals) == ([], 3)
-
-    virtual_time.run(scenario)
-
-
-def test_a_body_that_has_just_begun_has_its_time(memory):
-    async def scenario() -> None:
-        computed, slow = Slow(memory, "a"), [Slow(memory, "b"), Slow(memory, "c")]
-        await computed.begin(BODY)
-        computed.admission.has_arrived()
-        for one in slow:
-            await one.begin(BODY)
-        await Slow(memory, "d").begin(BODY)
-        assert asyncio.get_running_loop().time() == pytest.approx(PRESSED_S, abs=MAKE_ROOM_PERIOD_S + 0.1)
-        assert not computed.interrupted
-        assert all(one.interrupted for one in slow)
 
     virtual_time.run(scenario)
 

@@ -98,22 +98,6 @@ def test_no_token_leaves_a_session_that_did_not_ask(changes):
         checks().validate_exits(msgspec.structs.replace(DECODE, **changes), HELD, False)
 
 
-@pytest.mark.parametrize("left", [[0], [0, 0, 0]])
-def test_who_has_left_is_said_for_every_sequence(left):
-    with pytest.raises(WrongShape, match=f"2 sequences has {len(left)} in left"):
-        checks().validate_exits(msgspec.structs.replace(DECODE, left=left), HELD, True)
-
-
-@given(st.lists(st.tuples(st.integers(0, 12), st.integers(0, 12)), min_size=1, max_size=4))
-def test_no_row_outgrows_its_session(rows):
-    layout = StepLayout(tuple(start for start, _ in rows), tuple(count for _, count in rows))
-    longest = max(start + count for start, count in rows)
-    checks().validate_length(layout, longest)
-    if longest:
-        with pytest.raises(TooLong, match=f"would be {longest} tokens long; the session was opened for {longest - 1}"):
-            checks().validate_length(layout, longest - 1)
-
-
 @given(
     st.integers(-1, TOKENS + 1),
     st.sampled_from(WireFormat),

@@ -170,32 +170,6 @@ def test_a_step_that_is_given_up_while_it_waits_is_dropped(model, computed):
     alone(model, act)
 
 
-def test_a_step_that_is_given_up_while_it_waits_for_cache_is_dropped(model, computed):
-    async def act(server):
-        hog = await (await server.client("hog")).begin()
-        client = await (await server.client()).begin(changed(OPEN, wait_timeout_s=PATIENCE))
-        await client.stream.send(messages.SetNeighbors("before", None, None, 2))
-        before = await server.client("before")
-        computed.clear()
-        unwanted = changed(client.next_step(), starts=[2, 0], counts=[1, 1])  # a second sequence
-        payload = encode_tensor(random(2, 1), WireFormat.NONE)
-        await before.stream.send(messages.PushRequest("hostile", OPEN.session_id, unwanted), payload)
-        await server.until(lambda: server.session().reserving.locked())
-        await client.stream.send(messages.GiveUp(1, 2))
-        await server.until(lambda: 1 in server.session().given_up)
-        await hog.stream.send(messages.CloseSession())
-        await server.until(lambda: not server.session().reserving.locked())
-        client.steps = 2
-        wanted, hidden = changed(client.next_step(), epoch=2), random(1, 2)
-        await before.stream.send(
-            messages.PushRequest("hostile", OPEN.session_id, wanted), encode_tensor(hidden, WireFormat.NONE)
-        )
-        client.check(*await client.hear(), hidden)
-        assert computed == [1]
-
-    alone(model, act, capacity=16)
-
-
 def test_a_step_that_is_given_up_while_it_waits_for_cache_is_not_refused_either(model):
     async def act(server):
         await (await server.client("hog")).begin()
@@ -216,14 +190,6 @@ def test_a_step_that_is_given_up_while_it_waits_for_cache_is_not_refused_either(
         client.check(reply, payload, random(1, 2))
 
     on_virtual_time(model, act, capacity=16)
-
-
-def test_nobody_gives_up_steps_without_a_session(model):
-    async def act(server):
-        client = await server.client()
-        await client.refused("unknown_session", messages.GiveUp(0, 3))
-
-    scenario(model, act)
 
 
 def test_a_refilled_cache_belongs_to_an_epoch(model):

@@ -122,25 +122,6 @@ def test_a_session_on_few_blocks_reserves_its_buffers_too(blocks, buffer_blocks,
     assert part <= whole
 
 
-def test_one_peers_buffers_take_at_most_the_memory_of_the_cache():
-    """Sessions on one block each, as many as the cache has room for."""
-    blocks, buffer_blocks = 80, 8
-    sessions = SessionTable(65536, Clock(), blocks=blocks, buffer_blocks=buffer_blocks)
-    count = 65536 * 3 // 4 // sessions.tokens_reserved(session(0, max_length=16384, span=Span(0, 1)).terms)
-    for number in range(count):
-        opened(sessions, session(number, max_length=16384, span=Span(0, 1)))
-    with pytest.raises(CacheFull):
-        opened(sessions, session(count, max_length=16384, span=Span(0, 1)))
-    assert count == 29
-    assert count * 16384 * buffer_blocks <= 65536 * blocks
-
-
-def test_where_pages_hold_all_blocks_a_part_takes_whole_pages():
-    sessions = SessionTable(CAPACITY, Clock(), peer_share=1.0, page=16)
-    opened(sessions, session(1, max_length=17, span=Span(1, 2)))
-    assert sessions.free == 96 - 32
-
-
 def test_what_is_closed_forgets_its_past_whoever_still_has_it():
     sessions = SessionTable(CAPACITY, Clock())
     one, two = opened(sessions, session(1)), opened(sessions, session(2))
@@ -190,48 +171,6 @@ def test_rows_are_counted_when_they_are_first_seen(sessions):
     assert sessions.free == 50
     reserve(sessions, one, 1)  # rows that ended may come back
     assert sessions.free == 50
-
-
-def test_closing_frees_the_cache_and_may_be_repeated(sessions):
-    one = opened(sessions, session())
-    reserve(sessions, one, 10)
-    sessions.close(one)
-    sessions.close(one)
-    assert (len(sessions), sessions.free) == (0, CAPACITY)
-
-
-def test_a_session_that_can_never_fit(sessions):
-    with pytest.raises(CacheFull, match=r"101 tokens .* 100 of 100 are free"):
-        opened(sessions, session(max_length=101))
-    assert len(sessions) == 0
-
-
-def test_no_room_for_another_session(sessions):
-    reserve(sessions, opened(sessions, session(1)), 9)
-    with pytest.raises(CacheFull, match=r"11 tokens .* 10 of 100 are free"):
-        opened(sessions, session(2, max_length=11))
-    opened(sessions, session(2, max_length=10))
-
-
-def test_no_room_for_more_rows_changes_nothing(sessions):
-    one, two = opened(sessions, session(1)), opened(sessions, session(2))
-    reserve(sessions, one, 6)
-    reserve(sessions, two, 3)
-    with pytest.raises(CacheFull, match=r"20 tokens .* 10 of 100 are free"):
-        reserve(sessions, two, 5)
-    assert (two.sequences, sessions.free) == (3, 10)
-    reserve(sessions, two, 4)
-    assert sessions.free == 0
-
-
-def test_what_expired_makes_room(sessions, clock):
-    one = opened(sessions, session(1))
-    reserve(sessions, one, 10)
-    sessions.detach(one)
-    clock.now += RECONNECT_TIMEOUT_S + 1
-    two = opened(sessions, session(2))
-    reserve(sessions, two, 10)
-    assert (len(sessions), sessions.free) == (1, 0)
 
 
 def test_a_client_that_is_gone_has_a_while_to_come_back(sessions, clock):
@@ -291,48 +230,6 @@ def test_a_session_that_is_computed_is_not_idle(sessions, clock, asked):
     asyncio.run(scenario())
 
 
-def test_whoever_waits_has_others_leave_once_they_are_idle():
-    async def scenario():
-        loop = asyncio.get_running_loop()
-        sessions = SessionTable(CAPACITY, loop.time, peer_share=1.0)
-        opened(sessions, session(1), 10)
-        await asyncio.sleep(IDLE_AFTER_S - 5)
-        await sessions.open_session(session(2, "other", wait_timeout_s=20.0), 2)
-        assert IDLE_AFTER_S < loop.time() <= IDLE_AFTER_S + 2 * MAKE_ROOM_PERIOD_S
-
-    virtual_time.run(scenario)
-
-
-def test_nobody_leaves_for_a_session_that_has_another_one_before_it():
-    """What becomes free would go to that one, which needs more."""
-
-    async def scenario():
-        loop = asyncio.get_running_loop()
-        sessions = SessionTable(CAPACITY, loop.time, peer_share=1.0)
-        asked = []
-        sessions.ask_to_leave = asked.append
-        idle, busy = opened(sessions, session(1, "a"), 4), opened(sessions, session(2, "b"), 4)
-        behind = opened(sessions, session(3, "behind"), 2)
-        first = session(4, "first", wait_timeout_s=500.0)
-        waiting = [
-            asyncio.create_task(sessions.open_session(first, 8)),
-            asyncio.create_task(sessions.open_session(session(5, "behind", wait_timeout_s=500.0), 4)),
-        ]
-        await asyncio.sleep(IDLE_AFTER_S / 2)
-        sessions.note_use(busy)
-        sessions.note_use(behind)
-        await asyncio.sleep(IDLE_AFTER_S / 2 + 2 * MAKE_ROOM_PERIOD_S)
-        assert asked == []
-        sessions.note_use(behind)
-        await waiting[0]
-        assert set(asked) == {idle, busy}
-        sessions.close(first)
-        await waiting[1]
-        assert set(asked) == {idle, busy}
-
-    virtual_time.run(scenario)
-
-
 def test_a_peer_gives_back_what_it_holds_beyond_its_share(clock):
     """Even if it works all the time."""
     sessions = SessionTable(CAPACITY, clock, peer_share=0.75)
@@ -348,14 +245,6 @@ def test_a_peer_gives_back_what_it_holds_beyond_its_share(clock):
     opened(sessions, session(8, "modest"))  # what is within a share stays
 
 
-def test_after_the_grace_it_is_a_new_session(sessions, clock):
-    one = opened(sessions, session())
-    sessions.detach(one)
-    clock.now += RECONNECT_TIMEOUT_S + 1
-    assert opened(sessions, session()) is not one
-    assert len(sessions) == 1
-
-
 def test_a_connected_client_may_think_for_long_but_not_for_ever(sessions, clock):
     opened(sessions, session())
     clock.now += IDLE_TIMEOUT_S
@@ -364,15 +253,6 @@ def test_a_connected_client_may_think_for_long_but_not_for_ever(sessions, clock)
     clock.now += 1
     sessions.expire()
     assert len(sessions) == 0
-
-
-def test_steps_are_signs_of_life(sessions, clock):
-    one = opened(sessions, session())
-    for _ in range(3):
-        clock.now += IDLE_TIMEOUT_S - 1
-        reserve(sessions, one, 1)
-    sessions.expire()
-    assert len(sessions) == 1
 
 
 def test_one_of_two_connections_ends(sessions, clock):
@@ -402,35 +282,11 @@ def test_a_session_that_computes_does_not_expire(sessions, clock):
     asyncio.run(scenario())
 
 
-def test_an_expired_session_cannot_reserve(sessions, clock):
-    one = opened(sessions, session())
-    clock.now += IDLE_TIMEOUT_S + 1
-    sessions.expire()
-    with pytest.raises(UnknownSession):
-        reserve(sessions, one, 1)
-    assert sessions.free == CAPACITY
-
-
-def test_the_same_id_of_another_peer_is_another_session(sessions):
-    mine, theirs = opened(sessions, session(peer="me")), opened(sessions, session(peer="them"))
-    assert mine is not theirs
-    reserve(sessions, mine, 2)
-    sessions.close(theirs)
-    assert (len(sessions), sessions.free) == (1, 80)
-    reserve(sessions, mine, 3)
-
-
 @pytest.mark.parametrize("change", [{"span": Span(0, 2)}, {"max_length": 11}], ids=str)
 def test_an_open_session_cannot_be_opened_as_another_one(sessions, change):
     opened(sessions, session())
     with pytest.raises(WrongSpan, match="open for blocks 0:3 and 10 tokens"):
         opened(sessions, session(**change))
-
-
-def test_an_open_session_stays_as_exact_as_it_was_opened(sessions):
-    opened(sessions, session())
-    with pytest.raises(WrongSpan, match="another early_exits"):
-        opened(sessions, session(early_exits=True))
 
 
 def test_a_forgotten_session_has_no_part_in_its_successor(sessions):
@@ -469,15 +325,6 @@ def test_the_link_of_a_session_ends_with_it(sessions, clock, end):
         sessions.expire()
     assert link.closed
     assert one.push_link is None
-
-
-def test_closing_a_predecessor_leaves_the_link_of_its_successor(sessions):
-    old: Any = opened(sessions, session())
-    sessions.close(old)
-    new: Any = opened(sessions, session())
-    link = new.push_link = FakeLink()
-    sessions.close(old)
-    assert not link.closed
 
 
 def test_who_may_push(sessions):
@@ -534,30 +381,6 @@ def test_the_newest_connection_is_the_clients(sessions):
     sessions.detach(one, new)
     assert sessions.clients() == []
     assert (one.attached, other.attached) == (0, 1)
-
-
-def test_check_tells_who_was_forgotten(sessions, clock):
-    one = opened(sessions, session())
-    sessions.require_open(one)
-    clock.now += IDLE_TIMEOUT_S + 1
-    sessions.expire()
-    with pytest.raises(UnknownSession, match="expired"):
-        sessions.require_open(one)
-    opened(sessions, session())
-    with pytest.raises(UnknownSession):
-        sessions.require_open(one)
-
-
-def test_rows_are_reserved_when_a_session_is_opened(sessions):
-    one = opened(sessions, session(), 4)
-    assert (one.sequences, sessions.free) == (4, 60)
-    assert opened(sessions, session(), 2) is one
-    assert (one.sequences, sessions.free) == (4, 60)
-    opened(sessions, session(), 6)
-    assert (one.sequences, sessions.free) == (6, 40)
-    with pytest.raises(CacheFull, match=r"110 tokens .* 40 of 100 are free"):
-        opened(sessions, session(1), 11)
-    assert (len(sessions), sessions.free) == (1, 40)
 
 
 def test_a_connection_that_is_refused_takes_nothing_from_the_one_that_works(sessions):
@@ -627,39 +450,6 @@ def test_who_waits_gets_the_room_that_another_session_leaves(end):
     on_virtual_time(scenario)
 
 
-def test_who_has_waited_long_enough_is_told_how_much_is_free():
-    async def scenario(sessions):
-        await sessions.open_session(session(1), 8)
-        with pytest.raises(CacheFull, match=r"50 tokens .* 20 of 100 are free"):
-            await sessions.open_session(patient(2), 5)
-        assert now() == 20
-        assert (len(sessions), sessions.free) == (1, 20)
-
-    on_virtual_time(scenario)
-
-
-def test_what_can_never_fit_is_refused_at_once():
-    async def scenario(sessions):
-        with pytest.raises(CacheFull, match="110 tokens"):
-            await sessions.open_session(patient(), 11)
-        assert (now(), len(sessions)) == (0, 0)
-
-    on_virtual_time(scenario)
-
-
-def test_more_rows_may_be_waited_for_too():
-    async def scenario(sessions):
-        other, one = await sessions.open_session(session(1), 5), await sessions.open_session(patient(2), 2)
-        asyncio.get_running_loop().call_later(5, sessions.close, other)
-        await sessions.reserve_cache(one, 6)
-        assert (now(), one.sequences, sessions.free) == (5, 6, 40)
-        with pytest.raises(CacheFull):
-            await sessions.reserve_cache(one, 11)
-        assert (now(), one.sequences, sessions.free) == (5, 6, 40)
-
-    on_virtual_time(scenario)
-
-
 @pytest.mark.parametrize("moment", ["while it waits", "as it is granted"])
 @pytest.mark.parametrize("begun", [False, True], ids=["opening", "growing"])
 def test_a_wait_that_is_broken_off_leaves_nothing_behind(begun, moment):
@@ -678,20 +468,6 @@ def test_a_wait_that_is_broken_off_leaves_nothing_behind(begun, moment):
         assert len(sessions) == begun
         again = await sessions.open_session(patient(2), 10)
         assert (again.sequences, sessions.free) == (10, 0)
-
-    on_virtual_time(scenario)
-
-
-def test_room_that_comes_at_the_last_moment_is_taken():
-    async def scenario(sessions):
-        other = await sessions.open_session(session(1), 8)
-        asyncio.get_running_loop().call_at(20, sessions.close, other)
-        try:
-            await sessions.open_session(patient(2), 5)
-        except CacheFull:
-            assert (len(sessions), sessions.free) == (0, 100)
-        else:
-            assert (len(sessions), sessions.free) == (1, 50)
 
     on_virtual_time(scenario)
 
@@ -728,20 +504,6 @@ def test_a_session_that_is_closed_while_it_waits_is_over_at_once(begun):
     on_virtual_time(scenario)
 
 
-def test_a_session_that_is_closed_as_it_is_granted_holds_nothing():
-    async def scenario(sessions):
-        other, one = await sessions.open_session(session(1), 8), await sessions.open_session(patient(2), 1)
-        waiting = asyncio.create_task(sessions.reserve_cache(one, 6))
-        await asyncio.sleep(1)
-        sessions.close(other)
-        sessions.close(one)
-        with pytest.raises(UnknownSession):
-            await waiting
-        assert (len(sessions), sessions.free) == (0, CAPACITY)
-
-    on_virtual_time(scenario)
-
-
 def test_who_waits_for_room_does_not_expire_meanwhile():
     async def scenario(sessions):
         await sessions.open_session(session(1), 8)
@@ -770,17 +532,6 @@ def test_a_server_that_leaves_lets_nobody_wait():
             await sessions.open_session(patient(2), 5)
         assert now() == 1
         assert (await sessions.open_session(patient(2), 1)).sequences == 1
-
-    on_virtual_time(scenario)
-
-
-def test_no_task_is_left_when_the_waiting_is_over():
-    async def scenario(sessions):
-        await sessions.open_session(session(1), 8)
-        with pytest.raises(CacheFull):
-            await sessions.open_session(patient(2), 5)
-        await asyncio.sleep(0)
-        assert asyncio.all_tasks() == {asyncio.current_task()}
 
     on_virtual_time(scenario)
 

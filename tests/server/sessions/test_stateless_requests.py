@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from swarm.data_structures import Span, StepLayout, WireFormat
+from swarm.data_structures import StepLayout, WireFormat
 from swarm.models.adapters.adapter_batch import NO_ADAPTER, AdapterWeights
 from swarm.models.adapters.block_adapter import BlockAdapterWeights
 from swarm.models.execution.gradients import compute_gradients
@@ -29,8 +29,6 @@ from tests.server.conversations import (
     REVISION,
     SPAN,
     Client,
-    Server,
-    alone,
     assert_close,
     changed,
     make_model,
@@ -129,23 +127,6 @@ def test_forwards_and_backwards_with_an_adapter(model):
     scenario(model, act)
 
 
-def test_part_of_the_span(model):
-    async def act(server):
-        client = await server.client()
-        parts = make_adapter(model, 1)
-        digests = await kept(client, parts)
-        hidden, ends, part = random(3), random(3, 9), model.narrowed(Span(2, 4))
-        request = changed(BACKWARD, start=2, adapters=digests[1:])
-        _, payload = await client.ask(request, packed(hidden, ends))
-        expected = compute_gradients(part, hidden, ends, LAYOUT, parts)
-        assert_close(
-            decode_tensor(payload[: 3 * HIDDEN * 4], 3, HIDDEN, WireFormat.NONE, "float32", CPU), expected.inputs
-        )
-        await client.refused("wrong_shape", changed(request, adapters=digests), packed(hidden, ends))
-
-    scenario(model, act)
-
-
 @pytest.mark.parametrize("wire", WireFormat)
 def test_gradients_in_every_format(model, wire):
     async def act(server):
@@ -188,39 +169,6 @@ def test_a_session_keeps_its_adapter(model):
         await client.stream.send(messages.CloseSession())
         await client.is_over()
         await server.until(lambda: gc.collect() is not None and server.adapters.memory == 0)
-
-    scenario(model, act)
-
-
-def test_a_session_has_one_adapter(model):
-    async def act(server):
-        client = await (await server.client()).begin()
-        digests = await kept(client, make_adapter(model, 1))
-        again = await server.client()
-        await again.refused("wrong_span", changed(OPEN, adapters=digests))
-        await again.refused("unknown_adapter", changed(OPEN, adapters=[b"x" * 16, b"", b""]))
-        await client.right_step()
-
-    scenario(model, act)
-
-
-def test_several_clients_train_different_adapters_at_once(model):
-    """Each gets what it gets alone, whatever is computed together."""
-
-    async def act(server):
-        checks: list[Check] = []
-
-        async def train(number: int) -> None:
-            client = await server.client(f"trainer {number}")
-            for step in range(4):
-                parts = make_adapter(model, 10 * number + step)
-                digests = await kept(client, parts)
-                checks.append(await ask_forward(client, parts, digests, seed=number))
-                checks.append(await ask_backward(client, parts, digests, seed=number))
-
-        await asyncio.gather(*map(train, range(4)))
-        for check in checks:
-            check()
 
     scenario(model, act)
 
@@ -338,36 +286,3 @@ def test_a_backward_that_fails_is_told_to_its_client_alone(model, monkeypatch, c
 
     scenario(model, act)
     assert "secret path" in caplog.text
-
-
-def test_a_leaving_server_takes_no_training(model):
-    async def act(server: Server) -> None:
-        client = await server.client()
-        digests = await kept(client, make_adapter(model, 1))
-        server.handler.closing = True
-        await client.refused("server_closing", *put(make_adapter(model, 2)))
-        await client.refused("server_closing", changed(FORWARD, adapters=digests), packed(random(3)))
-        await client.refused("server_closing", BACKWARD, packed(random(3), random(3)))
-        server.handler.hang_up()
-        assert len(server.adapters) == 0
-
-    alone(model, act)
-
-
-def test_a_server_does_not_grow_with_the_steps_of_those_who_train(model):
-    """Five hundred steps of four peers, each with an adapter of its own."""
-
-    async def act(server):
-        clients = [await server.client(f"trainer {number}") for number in range(4)]
-        parts = {2: factors()}
-        for step in range(500):
-            parts[2].factors[0].down.fill_(step)
-            for client in clients:
-                await kept(client, parts)
-            assert server.adapters.memory <= ADAPTERS.memory
-        assert len(server.adapters) == 4 * ADAPTERS.versions
-        server.now += ADAPTERS.seconds + 1
-        server.adapters.expire()
-        assert (len(server.adapters), server.adapters.memory) == (0, 0)
-
-    alone(model, act)

@@ -6,7 +6,6 @@ import dataclasses
 import fcntl
 import json
 import math
-import os
 import subprocess
 import sys
 import tempfile
@@ -45,25 +44,10 @@ def entries(path: Path) -> list[dict[str, object]]:
     return found
 
 
-def test_nothing_is_known_before_the_first_result(path):
-    assert lookup(path, HERE, NOW) is None
-    assert not path.parent.exists()
-
-
 def test_what_was_measured_is_known(path):
     remember(path, HERE, FAST, NOW)
     assert lookup(path, HERE, NOW + 1) == FAST
     assert sorted(file.name for file in path.parent.iterdir()) == ["throughput.json", "throughput.lock"]
-
-
-@pytest.mark.parametrize("field", CONDITIONS)
-def test_every_circumstance_counts(path, field):
-    remember(path, HERE, FAST, NOW)
-    other = dataclasses.replace(HERE, **{field: "another"})
-    assert lookup(path, other, NOW) is None
-    remember(path, other, Throughput(1.0, 2.0), NOW)
-    assert lookup(path, HERE, NOW) == FAST
-    assert lookup(path, other, NOW) == Throughput(1.0, 2.0)
 
 
 def test_a_new_result_takes_the_place_of_the_old_one(path):
@@ -90,13 +74,6 @@ def test_the_oldest_results_make_room(path):
     assert path.stat().st_size < MAX_FILE_BYTES
 
 
-@pytest.mark.parametrize("rate", [0.0, -1.0, math.inf, math.nan, 1e10])
-def test_no_throughput_is_not_kept(path, rate):
-    remember(path, HERE, Throughput(rate, 1.0), NOW)
-    remember(path, HERE, Throughput(1.0, rate), NOW)
-    assert lookup(path, HERE, NOW) is None
-
-
 GOOD = {
     "conditions": {name: getattr(HERE, name) for name in CONDITIONS},
     "decode": 100.0,
@@ -107,12 +84,6 @@ GOOD = {
 
 def written(**changes: object) -> bytes:
     return json.dumps({"entries": [{**GOOD, **changes}]}).encode()
-
-
-def test_the_sample_is_right_before_it_is_spoiled(path):
-    path.parent.mkdir()
-    path.write_bytes(written())
-    assert lookup(path, HERE, NOW) == FAST
 
 
 BROKEN = [
@@ -149,16 +120,6 @@ def test_a_broken_file_is_ignored_and_written_anew(path, data):
     assert len(entries(path)) == 1
 
 
-@given(st.binary(max_size=200) | st.text(max_size=200).map(lambda text: text.encode(errors="replace")))
-def test_any_bytes_are_survived(data):
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "throughput.json"
-        path.write_bytes(data)
-        assert lookup(path, HERE, NOW) is None
-        remember(path, HERE, FAST, NOW)
-        assert lookup(path, HERE, NOW) == FAST
-
-
 @given(st.data())
 def test_a_damaged_file_is_survived(data):
     damaged = bytearray(written())
@@ -178,21 +139,6 @@ def test_a_place_that_cannot_be_written_is_survived(tmp_path):
     for path in (tmp_path / "file" / "throughput.json", Path("/proc/nowhere/throughput.json")):
         remember(path, HERE, FAST, NOW)
         assert lookup(path, HERE, NOW) is None
-
-
-def test_a_folder_in_the_place_of_the_file_is_survived(path):
-    path.mkdir(parents=True)
-    remember(path, HERE, FAST, NOW)
-    assert lookup(path, HERE, NOW) is None
-    assert [file.name for file in path.parent.iterdir() if file.name.startswith("throughput.json")] == [path.name]
-
-
-def test_a_name_that_is_no_unicode_is_survived(path):
-    odd = dataclasses.replace(HERE, model=os.fsdecode(b"mod\xe9l"))
-    remember(path, HERE, FAST, NOW)
-    remember(path, odd, FAST, NOW)
-    assert lookup(path, odd, NOW) is None
-    assert lookup(path, HERE, NOW) == FAST
 
 
 def test_a_lock_that_stays_taken_is_passed_over(path, monkeypatch):
@@ -241,12 +187,3 @@ def test_where_the_file_lies(monkeypatch, variable, expected):
     if variable is not None:
         monkeypatch.setenv("XDG_CACHE_HOME", variable)
     assert default_path() == Path(expected) / "swarm" / "throughput.json"
-
-
-def test_where_there_is_no_home(monkeypatch):
-    def no_home() -> Path:
-        raise RuntimeError("no home")
-
-    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    monkeypatch.setattr(Path, "home", no_home)
-    assert default_path() is None

@@ -65,15 +65,6 @@ def test_only_so_many_at_a_time():
     assert sum(dial is not None for dial in others) == MAX_PENDING - MAX_PENDING_OF_CLIENT
 
 
-def test_all_sessions_of_a_gateway_have_links_to_a_server_that_nobody_has_reached_yet():
-    budget = DialBudget()
-    dials = [budget.begin("gateway", f"server {number % 2}", 0.0) for number in range(MAX_PEER_SESSIONS)]
-    assert None not in dials
-    for dial in dials:
-        dial.give_up()
-    assert not budget._pending
-
-
 def test_strangers_that_wait_for_peers_that_do_not_exist_keep_nobody_from_those_that_are_known():
     budget = DialBudget(lambda peer: peer == "node of the DHT")
     reach(budget, "gateway", "server")

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from swarm.data_structures import WireFormat
-from swarm.errors import PeerLost
 from swarm.models.execution.span_model import SpanModel
 from swarm.protocol import messages
 from swarm.protocol.compression import encode_tensor
@@ -84,18 +83,6 @@ def test_a_pushed_step_is_answered_to_the_client(model):
     on_virtual_time(model, act)
 
 
-def test_the_answer_goes_to_the_newest_connection(model):
-    async def act(server):
-        client, before = await linked(server), await server.client("before")
-        again = await server.client(CLIENT)
-        await again.ask(OPEN)
-        again.history, again.steps = client.history, client.steps
-        client.stream.close()
-        await pushed_step(again, before)
-
-    on_virtual_time(model, act)
-
-
 @pytest.mark.parametrize(
     ("pusher", "link", "changes"),
     [
@@ -158,20 +145,6 @@ def test_a_link_without_a_session(model):
         await client.refused("unknown_session", TO_NEXT)
         await asyncio.sleep(LONG)
         assert nobody.streams == 0  # nobody would ever have closed it
-
-    on_virtual_time(model, act)
-
-
-def test_two_clients_with_the_same_session_id(model):
-    async def act(server):
-        mine = await linked(server)
-        other = await (await server.client("other")).begin(tokens=3)
-        before = await server.client("before")
-        await pushed_step(mine, before)
-        await before.refused("unknown_session", push(other.next_step(), client="other"), bytes_of(1))
-        await other.hears_nothing(LONG)
-        await other.right_step()
-        await pushed_step(mine, before)
 
     on_virtual_time(model, act)
 
@@ -273,27 +246,6 @@ def test_a_server_that_takes_no_more_steps_tells_the_client(model):
     on_virtual_time(model, act)
 
 
-def test_a_computation_that_fails_is_told_to_the_client(model, monkeypatch, caplog):
-    async def act(server):
-        client, before = await linked(server), await server.client("before")
-
-        def broken(*args: object) -> None:
-            raise RuntimeError("secret path")
-
-        with monkeypatch.context() as patch:
-            patch.setattr(model, "forward_tokens", broken)
-            await before.stream.send(push(client.next_step()), payload_of(client))
-            refusal, _ = await client.hear()
-        assert isinstance(refusal, messages.Refusal)
-        assert (refusal.code, refusal.step) == ("server_fault", client.steps)
-        assert "secret" not in refusal.message
-        assert "secret" in caplog.text
-        await before.hears_nothing(LONG)
-        await pushed_step(client, before)
-
-    on_virtual_time(model, act)
-
-
 def test_a_client_that_was_away_asks_for_what_was_pushed_meanwhile(model):
     async def act(server):
         client, before = await linked(server), await server.client("before")
@@ -311,17 +263,6 @@ def test_a_client_that_was_away_asks_for_what_was_pushed_meanwhile(model):
         again.history, again.steps = client.history, client.steps
         again.check(reply, output, random(1, client.steps))
         await pushed_step(again, before)  # the neighbors are still known
-
-    on_virtual_time(model, act)
-
-
-def test_garbage_from_the_server_before_harms_only_its_own_stream(model):
-    async def act(server):
-        client, before = await linked(server), await server.client("before")
-        await before.refused("protocol_violation", push(changed(STEP, counts=[-1])), bytes_of(1))
-        await before.is_over()
-        await client.hears_nothing(LONG)
-        await pushed_step(client, await server.client("before"))
 
     on_virtual_time(model, act)
 
@@ -384,23 +325,6 @@ def test_outputs_are_pushed_on_just_as_the_client_gets_them(model):
     on_virtual_time(model, act)
 
 
-@pytest.mark.parametrize("wire", WireFormat)
-def test_what_is_pushed_has_the_format_that_the_client_wants(model, wire):
-    async def act(server):
-        behind = Next()
-        await MemoryNetwork(server.hub, "next").serve(behind)
-        client = await server.client(CLIENT)
-        await client.ask(changed(OPEN, reply_format=wire))
-        await client.stream.send(TO_NEXT)
-        reply, payload = await client.ask(changed(STEP, step=0, starts=[0]), bytes_of(1))
-        ((pushed, copy),) = behind.pushed
-        assert isinstance(pushed, messages.PushRequest)
-        assert pushed.step.format is reply.format is wire
-        assert copy == payload
-
-    on_virtual_time(model, act)
-
-
 def test_a_reply_that_is_given_again_leaves_the_delivery_to_the_client(model):
     """Whether the push has arrived is not known then."""
 
@@ -424,15 +348,6 @@ def test_a_pushed_step_is_pushed_on(model):
             assert (await pushed_step(client, before)).pushed
         assert [message.step.step for message, _ in behind.pushed] == [1, 2, 3]
         assert behind.streams == 1
-
-    on_virtual_time(model, act)
-
-
-def test_a_next_server_that_does_not_exist(model):
-    async def act(server):
-        client = await linked(server, TO_NEXT)
-        for _ in range(3):
-            assert await timed_step(client) == (False, 0.0)
 
     on_virtual_time(model, act)
 
@@ -474,16 +389,6 @@ def test_a_next_server_that_wants_no_more(model, options):
         assert len(behind.pushed) <= 2
         await asyncio.sleep(1)
         assert behind.open == 0
-
-    on_virtual_time(model, act)
-
-
-def test_a_next_server_that_is_killed(model):
-    async def act(server):
-        client, _ = await with_next(server)
-        assert (await timed_step(client))[0]
-        server.hub.kill("next")
-        assert await timed_step(client) == (False, 0.0)
 
     on_virtual_time(model, act)
 
@@ -536,31 +441,6 @@ def test_the_way_to_the_next_server_ends_with_the_session(model, end):
             server.sessions.expire()
         await asyncio.sleep(1)
         assert behind.open == 0
-
-    on_virtual_time(model, act)
-
-
-@pytest.mark.parametrize("count", [0, 1, 5])
-def test_links_that_are_made_quickly_leave_one_connection(model, count):
-    async def act(server):
-        client, behind = await with_next(server)
-        for _ in range(count):
-            await client.stream.send(TO_NEXT)
-        assert (await timed_step(client))[0]
-        await asyncio.sleep(1)
-        assert behind.open == 1
-
-    on_virtual_time(model, act)
-
-
-def test_a_pusher_that_vanishes_does_not_end_the_session(model):
-    async def act(server):
-        client, before = await linked(server), await server.client("before")
-        await pushed_step(client, before)
-        server.hub.kill("before")
-        with pytest.raises(PeerLost):
-            await before.stream.receive()
-        await client.right_step()
 
     on_virtual_time(model, act)
 
