@@ -36,11 +36,10 @@ from tests.server.conversations import (
     HIDDEN,
     REVISION,
     STEP,
-    alone,
     bytes_of,
     changed,
-    make_model,
     raw,
+    with_server,
 )
 from tests.server.sessions.test_stateless_requests import BACKWARD, kept
 from tests.server.test_moving import start
@@ -74,80 +73,69 @@ class Counted(conversations.Server):
         await self.until(lambda: self.value(name, **labels) == expected)
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory) -> SpanModel:
-    return make_model(tmp_path_factory.mktemp("checkpoint"))
-
-
 @pytest.fixture(autouse=True)
 def counted(monkeypatch) -> None:
     monkeypatch.setattr(conversations, "Server", Counted)
 
 
-def test_a_session_from_open_to_close(model):
-    async def act(server):
-        assert server.value("cache_capacity_tokens") == 64
-        client = await (await server.client()).begin()  # a prompt of two tokens
-        assert (server.value("sessions_open"), server.value("cache_used_tokens")) == (1, 8)
-        for _ in range(3):
-            await client.right_step()
-        await client.right_step(2)
-        await client.stream.send(messages.CloseSession())
-        await client.is_over()
-        assert server.value("tokens_total", kind="prefill") == 2
-        assert server.value("tokens_total", kind="decode") == 5
-        assert server.value("step_seconds_count", kind="prefill") == 1
-        assert server.value("step_seconds_count", kind="decode") == 4
-        step_seconds = sum(server.value("step_seconds_sum", kind=kind) for kind in ("prefill", "decode"))
-        assert step_seconds >= server.value("queue_seconds_sum") > 0
-        assert (server.value("iteration_sequences_count"), server.value("iteration_sequences_sum")) == (5, 5)
-        assert server.value("iteration_tokens_sum") == 7
-        assert server.value("iteration_seconds_sum") > 0
-        assert server.value("queue_seconds_count") == 5
-        assert server.value("received_bytes_total") == 7 * TOKEN
-        await server.until_value(7 * TOKEN, "sent_bytes_total")
-        assert server.value("sessions_opened_total") == 1
-        assert server.value("sessions_closed_total", reason="closed") == 1
-        assert (server.value("sessions_open"), server.value("cache_used_tokens")) == (0, 0)
-        assert server.value("errors_total", code="server_fault") is None
-
-    alone(model, act)
+@with_server()
+async def test_a_session_from_open_to_close(server):
+    assert server.value("cache_capacity_tokens") == 64
+    client = await (await server.client()).begin()  # a prompt of two tokens
+    assert (server.value("sessions_open"), server.value("cache_used_tokens")) == (1, 8)
+    for _ in range(3):
+        await client.right_step()
+    await client.right_step(2)
+    await client.stream.send(messages.CloseSession())
+    await client.is_over()
+    assert server.value("tokens_total", kind="prefill") == 2
+    assert server.value("tokens_total", kind="decode") == 5
+    assert server.value("step_seconds_count", kind="prefill") == 1
+    assert server.value("step_seconds_count", kind="decode") == 4
+    step_seconds = sum(server.value("step_seconds_sum", kind=kind) for kind in ("prefill", "decode"))
+    assert step_seconds >= server.value("queue_seconds_sum") > 0
+    assert (server.value("iteration_sequences_count"), server.value("iteration_sequences_sum")) == (5, 5)
+    assert server.value("iteration_tokens_sum") == 7
+    assert server.value("iteration_seconds_sum") > 0
+    assert server.value("queue_seconds_count") == 5
+    assert server.value("received_bytes_total") == 7 * TOKEN
+    await server.until_value(7 * TOKEN, "sent_bytes_total")
+    assert server.value("sessions_opened_total") == 1
+    assert server.value("sessions_closed_total", reason="closed") == 1
+    assert (server.value("sessions_open"), server.value("cache_used_tokens")) == (0, 0)
+    assert server.value("errors_total", code="server_fault") is None
 
 
-def test_errors_by_type(model):
-    async def act(server):
-        client = await (await server.client()).begin()
-        await client.refused("wrong_shape", STEP, bytes_of(2))
-        await client.refused("wrong_position", changed(STEP, starts=[7]), bytes_of(1))
-        await client.refused("wrong_position", changed(STEP, starts=[6]), bytes_of(1))
-        await client.refused("protocol_violation", raw(b"garbage"))
-        assert server.value("errors_total", code="wrong_shape") == 1
-        assert server.value("errors_total", code="wrong_position") == 2
-        assert server.value("errors_total", code="protocol_violation") == 1
-        assert server.value("tokens_total", kind="decode") == 0
-
-    alone(model, act)
+@with_server()
+async def test_errors_by_type(server):
+    client = await (await server.client()).begin()
+    await client.refused("wrong_shape", STEP, bytes_of(2))
+    await client.refused("wrong_position", changed(STEP, starts=[7]), bytes_of(1))
+    await client.refused("wrong_position", changed(STEP, starts=[6]), bytes_of(1))
+    await client.refused("protocol_violation", raw(b"garbage"))
+    assert server.value("errors_total", code="wrong_shape") == 1
+    assert server.value("errors_total", code="wrong_position") == 2
+    assert server.value("errors_total", code="protocol_violation") == 1
+    assert server.value("tokens_total", kind="decode") == 0
 
 
-def test_training_and_adapters(model):
-    async def act(server):
-        client = await server.client()
-        digests = await kept(client, make_adapter(model))
-        assert len(server.adapters) > 0
-        assert server.value("adapter_bytes") == server.adapters.memory > 0
-        reply, _ = await client.ask(changed(FORWARD, adapters=digests), bytes_of(3))
-        assert isinstance(reply, messages.ForwardReply), reply
-        reply, _ = await client.ask(changed(BACKWARD, adapters=digests), bytes_of(3) * 2)
-        assert isinstance(reply, messages.BackwardReply), reply
-        for kind in ("forward", "backward"):
-            assert server.value("tokens_total", kind=kind) == 3
-            assert server.value("step_seconds_count", kind=kind) == 1
-        assert server.value("iteration_sequences_sum") == 4
-        server.now += ADAPTERS.seconds + 1
-        server.adapters.expire()
-        assert len(server.adapters) == 0
-
-    alone(model, act)
+@with_server()
+async def test_training_and_adapters(server, model):
+    client = await server.client()
+    digests = await kept(client, make_adapter(model))
+    assert len(server.adapters) > 0
+    assert server.value("adapter_bytes") == server.adapters.memory > 0
+    reply, _ = await client.ask(changed(FORWARD, adapters=digests), bytes_of(3))
+    assert isinstance(reply, messages.ForwardReply), reply
+    reply, _ = await client.ask(changed(BACKWARD, adapters=digests), bytes_of(3) * 2)
+    assert isinstance(reply, messages.BackwardReply), reply
+    for kind in ("forward", "backward"):
+        assert server.value("tokens_total", kind=kind) == 3
+        assert server.value("step_seconds_count", kind=kind) == 1
+    assert server.value("iteration_sequences_sum") == 4
+    server.now += ADAPTERS.seconds + 1
+    server.adapters.expire()
+    assert len(server.adapters) == 0
 
 
 def read(url: str) -> Readings:

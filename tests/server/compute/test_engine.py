@@ -396,8 +396,9 @@ def broken(*args: object) -> Any:
 
 
 @pytest.mark.parametrize("stage", ["decode", "begin", "forward", "encode"])
-@pytest.mark.parametrize("place", [0, 3, MANY - 1])
-def test_a_request_that_fails_fails_alone(model, monkeypatch, stage, place):
+def test_a_request_that_fails_fails_alone(model, monkeypatch, stage):
+    place = 3
+
     async def scenario(engine):
         sessions = [Session(engine, model, seed) for seed in range(MANY)]
         for session in sessions:
@@ -551,8 +552,7 @@ def test_close_ends_what_waits_and_finishes_what_was_posted(llama):
     run(scenario, budget=20)
 
 
-@pytest.mark.parametrize("round_", range(5))
-def test_close_at_any_moment_leaves_nobody_waiting(llama, round_):
+def test_close_at_any_moment_leaves_nobody_waiting(llama):
     """Callers in two loops, while a third thread closes."""
 
     async def scenario(engine):
@@ -570,7 +570,7 @@ def test_close_at_any_moment_leaves_nobody_waiting(llama, round_):
 
         results: list[int] = []
         other = asyncio.to_thread(asyncio.run, writers(range(4), results))
-        closing = threading.Timer(0.01 * (round_ + 1), engine.compute_thread.close)
+        closing = threading.Timer(0.03, engine.compute_thread.close)
         closing.start()
         await asyncio.gather(other, writers(range(4, 8), results))
         closing.join()
@@ -691,10 +691,10 @@ def test_a_step_that_may_wait_for_a_drive_never_runs_in_the_loop(llama, monkeypa
     assert threading.get_ident() not in threads
 
 
-@pytest.mark.parametrize("rate", [0.0, 1.0, 1e3, 1e4, 1e9])
-def test_the_budget_fits_the_blocks(rate):
-    assert MIN_ITERATION_TOKENS <= token_budget(rate) <= MAX_ITERATION_TOKENS
-    assert token_budget(2 * rate) >= token_budget(rate)
+def test_the_budget_fits_the_blocks():
+    budgets = [token_budget(rate) for rate in (0.0, 1.0, 1e3, 1e4, 1e9)]
+    assert budgets == sorted(budgets)
+    assert (budgets[0], budgets[-1]) == (MIN_ITERATION_TOKENS, MAX_ITERATION_TOKENS)
 
 
 @pytest.mark.parametrize("jobs", [1, 100_000])

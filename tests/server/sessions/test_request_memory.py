@@ -13,7 +13,6 @@ from swarm.data_structures import WireFormat
 from swarm.errors import MemoryFull, TooLong
 from swarm.metrics.server import ServerObserver
 from swarm.models.execution import gradients
-from swarm.models.execution.span_model import SpanModel
 from swarm.protocol import messages
 from swarm.server.limits import MIN_REQUEST_TOKENS, REQUEST_PEER_SHARE, min_request_bytes
 from swarm.server.sessions import request_memory
@@ -26,7 +25,7 @@ from swarm.server.sessions.request_memory import (
 )
 from swarm.server.sessions.request_validation import RequestLimits
 from tests import virtual_time
-from tests.server.conversations import ADAPTERS, FORWARD, HIDDEN, REVISION, SPAN, STEP, changed, make_model
+from tests.server.conversations import ADAPTERS, FORWARD, HIDDEN, REVISION, SPAN, STEP, changed
 
 MEMORY = 4 << 20
 SLOT_BYTES = 64
@@ -42,11 +41,6 @@ class Told(ServerObserver):
 
     def memory_refused(self) -> None:
         self.refusals += 1
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory) -> SpanModel:
-    return make_model(tmp_path_factory.mktemp("checkpoint"))
 
 
 @pytest.fixture

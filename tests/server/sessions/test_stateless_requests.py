@@ -14,7 +14,6 @@ from swarm.models.adapters.adapter_batch import NO_ADAPTER, AdapterWeights
 from swarm.models.adapters.block_adapter import BlockAdapterWeights
 from swarm.models.execution.gradients import compute_gradients
 from swarm.models.execution.session_cache import forward_without_cache
-from swarm.models.execution.span_model import SpanModel
 from swarm.protocol import messages
 from swarm.protocol.adapter_encoding import pack_adapters, unpack_gradients
 from swarm.protocol.compression import decode_tensor, encode_tensor
@@ -30,19 +29,14 @@ from tests.server.conversations import (
     SPAN,
     Client,
     assert_close,
+    beside_good_client,
     changed,
-    make_model,
     random,
     scenario,
 )
 
 LAYOUT = StepLayout((0, 0), (2, 1))
 BACKWARD = messages.BackwardRequest(REVISION, SPAN.start, SPAN.end, [2, 1], WireFormat.NONE, "float32", WireFormat.NONE)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory) -> SpanModel:
-    return make_model(tmp_path_factory.mktemp("checkpoint"))
 
 
 def put(parts: AdapterWeights) -> tuple[messages.PutAdapters, bytes]:
@@ -113,64 +107,57 @@ async def backward(client: Client, parts: AdapterWeights, digests: list[bytes] |
     (await ask_backward(client, parts, digests))()
 
 
-def test_forwards_and_backwards_with_an_adapter(model):
-    async def act(server):
-        client = await server.client()
-        for parts in (make_adapter(model, 1), {2: make_adapter(model, 2)[2]}):
-            digests = await kept(client, parts)
-            await forward(client, parts, digests)
-            await backward(client, parts, digests)
-        await forward(client, NO_ADAPTER, None)
-        await backward(client, NO_ADAPTER, [b""] * 3)
-        assert len(server.adapters) == 4
-
-    scenario(model, act)
+@beside_good_client()
+async def test_forwards_and_backwards_with_an_adapter(server, model):
+    client = await server.client()
+    for parts in (make_adapter(model, 1), {2: make_adapter(model, 2)[2]}):
+        digests = await kept(client, parts)
+        await forward(client, parts, digests)
+        await backward(client, parts, digests)
+    await forward(client, NO_ADAPTER, None)
+    await backward(client, NO_ADAPTER, [b""] * 3)
+    assert len(server.adapters) == 4
 
 
 @pytest.mark.parametrize("wire", WireFormat)
-def test_gradients_in_every_format(model, wire):
-    async def act(server):
-        client = await server.client()
-        hidden, ends = random(3), random(3, 9)
-        request = changed(BACKWARD, format=wire, gradient_format=wire)
-        reply, payload = await client.ask(request, packed(hidden, wire=wire) + packed(ends, wire=wire))
-        assert reply.format is wire
-        found = decode_tensor(payload, 3, HIDDEN, wire, reply.dtype, CPU)
-        expected = compute_gradients(model, hidden, ends, LAYOUT).inputs
-        assert torch.nn.functional.cosine_similarity(found.flatten(), expected.flatten(), dim=0) > 0.99
-
-    scenario(model, act)
+@beside_good_client()
+async def test_gradients_in_every_format(server, model, wire):
+    client = await server.client()
+    hidden, ends = random(3), random(3, 9)
+    request = changed(BACKWARD, format=wire, gradient_format=wire)
+    reply, payload = await client.ask(request, packed(hidden, wire=wire) + packed(ends, wire=wire))
+    assert reply.format is wire
+    found = decode_tensor(payload, 3, HIDDEN, wire, reply.dtype, CPU)
+    expected = compute_gradients(model, hidden, ends, LAYOUT).inputs
+    assert torch.nn.functional.cosine_similarity(found.flatten(), expected.flatten(), dim=0) > 0.99
 
 
-def test_a_session_keeps_its_adapter(model):
+@beside_good_client()
+async def test_a_session_keeps_its_adapter(server, model):
     """Also when it is replayed, and when the server has let the adapter go."""
-
-    async def act(server):
-        client = await server.client()
-        parts = make_adapter(model, 1)
-        digests = await kept(client, parts)
-        reply, _ = await client.ask(changed(OPEN, adapters=digests))
-        assert reply == messages.SessionOpened(0)
-        hidden = random(6, 4)
-        expected = row_alone(model, hidden, parts)
-        request = messages.StepRequest(0, [0], [3], WireFormat.NONE, "float32")
-        _, payload = await client.ask(request, packed(hidden[:3]))
-        assert_close(decode_tensor(payload, 3, HIDDEN, WireFormat.NONE, "float32", CPU), expected[:3])
-        server.now += ADAPTERS.seconds + 1
-        server.adapters.expire()
-        assert len(server.adapters) == 0
-        assert server.adapters.memory > 0
-        request = messages.StepRequest(1, [3], [1], WireFormat.NONE, "float32")
-        _, payload = await client.ask(request, packed(hidden[3:4]))
-        assert_close(decode_tensor(payload, 1, HIDDEN, WireFormat.NONE, "float32", CPU), expected[3:4])
-        replay = messages.ReplayRequest(3, [0], [6], WireFormat.NONE, "float32", None, True)
-        _, payload = await client.ask(replay, packed(hidden))
-        assert_close(decode_tensor(payload, 6, HIDDEN, WireFormat.NONE, "float32", CPU), expected)
-        await client.stream.send(messages.CloseSession())
-        await client.is_over()
-        await server.until(lambda: gc.collect() is not None and server.adapters.memory == 0)
-
-    scenario(model, act)
+    client = await server.client()
+    parts = make_adapter(model, 1)
+    digests = await kept(client, parts)
+    reply, _ = await client.ask(changed(OPEN, adapters=digests))
+    assert reply == messages.SessionOpened(0)
+    hidden = random(6, 4)
+    expected = row_alone(model, hidden, parts)
+    request = messages.StepRequest(0, [0], [3], WireFormat.NONE, "float32")
+    _, payload = await client.ask(request, packed(hidden[:3]))
+    assert_close(decode_tensor(payload, 3, HIDDEN, WireFormat.NONE, "float32", CPU), expected[:3])
+    server.now += ADAPTERS.seconds + 1
+    server.adapters.expire()
+    assert len(server.adapters) == 0
+    assert server.adapters.memory > 0
+    request = messages.StepRequest(1, [3], [1], WireFormat.NONE, "float32")
+    _, payload = await client.ask(request, packed(hidden[3:4]))
+    assert_close(decode_tensor(payload, 1, HIDDEN, WireFormat.NONE, "float32", CPU), expected[3:4])
+    replay = messages.ReplayRequest(3, [0], [6], WireFormat.NONE, "float32", None, True)
+    _, payload = await client.ask(replay, packed(hidden))
+    assert_close(decode_tensor(payload, 6, HIDDEN, WireFormat.NONE, "float32", CPU), expected)
+    await client.stream.send(messages.CloseSession())
+    await client.is_over()
+    await server.until(lambda: gc.collect() is not None and server.adapters.memory == 0)
 
 
 def poisoned(parts: AdapterWeights) -> AdapterWeights:
@@ -191,78 +178,70 @@ def poisoned(parts: AdapterWeights) -> AdapterWeights:
         ("adapter_refused", {1: BlockAdapterWeights(None, factors().factors * 2)}, "twice"),
     ],
 )
-def test_adapters_that_do_not_fit(model, code, parts, words):
-    async def act(server):
-        client = await server.client()
-        message, payload = put(parts)
-        assert words in await client.refused(code, message, payload)
-        assert (len(server.adapters), server.adapters.memory) == (0, 0)
-        await client.refused("unknown_adapter", changed(FORWARD, adapters=names(message)), packed(random(3)))
-        right = make_adapter(model, 1)
-        await forward(client, right, await kept(client, right))
-
-    scenario(model, act)
+@beside_good_client()
+async def test_adapters_that_do_not_fit(server, model, code, parts, words):
+    client = await server.client()
+    message, payload = put(parts)
+    assert words in await client.refused(code, message, payload)
+    assert (len(server.adapters), server.adapters.memory) == (0, 0)
+    await client.refused("unknown_adapter", changed(FORWARD, adapters=names(message)), packed(random(3)))
+    right = make_adapter(model, 1)
+    await forward(client, right, await kept(client, right))
 
 
-def test_adapters_that_are_no_numbers_or_no_adapters(model):
-    async def act(server):
-        client = await server.client()
-        message, payload = put(make_adapter(model, 1))
-        await client.refused("not_finite", *put(poisoned(make_adapter(model, 1))))
-        await client.refused("wrong_shape", message, payload[:-4])
-        await client.refused("wrong_shape", message, payload + bytes(4))
-        await client.refused("wrong_shape", message, bytes(len(payload)))  # of another digest
-        await client.refused("wrong_dtype", changed(message, dtype="int8"), payload)
-        await client.refused("wrong_span", changed(message, start=0), payload)
-        await client.refused("wrong_span", changed(message, start=2), payload)
-        assert len(server.adapters) == 0
-        await kept(client, make_adapter(model, 1))
-
-    scenario(model, act)
+@beside_good_client()
+async def test_adapters_that_are_no_numbers_or_no_adapters(server, model):
+    client = await server.client()
+    message, payload = put(make_adapter(model, 1))
+    await client.refused("not_finite", *put(poisoned(make_adapter(model, 1))))
+    await client.refused("wrong_shape", message, payload[:-4])
+    await client.refused("wrong_shape", message, payload + bytes(4))
+    await client.refused("wrong_shape", message, bytes(len(payload)))  # of another digest
+    await client.refused("wrong_dtype", changed(message, dtype="int8"), payload)
+    await client.refused("wrong_span", changed(message, start=0), payload)
+    await client.refused("wrong_span", changed(message, start=2), payload)
+    assert len(server.adapters) == 0
+    await kept(client, make_adapter(model, 1))
 
 
-def test_an_adapter_that_is_not_here_or_not_this_peers(model):
-    async def act(server):
-        mine, thief = await server.client("me"), await server.client("thief")
-        parts = make_adapter(model, 1)
-        digests = await kept(mine, parts)
-        for request, payload in (
-            (FORWARD, packed(random(3))),
-            (BACKWARD, packed(random(3), random(3))),
-            (OPEN, b""),
-        ):
-            await thief.refused("unknown_adapter", changed(request, adapters=digests), payload)
-            await mine.refused("unknown_adapter", changed(request, adapters=[*digests[:2], bytes(16)]), payload)
-            await mine.refused("wrong_shape", changed(request, adapters=digests[:2]), payload)
-        await forward(mine, parts, digests)
-        server.now += ADAPTERS.seconds + 1
-        server.adapters.expire()
-        await mine.refused("unknown_adapter", changed(FORWARD, adapters=digests), packed(random(3)))
-        await forward(mine, parts, await kept(mine, parts))
-
-    scenario(model, act)
+@beside_good_client()
+async def test_an_adapter_that_is_not_here_or_not_this_peers(server, model):
+    mine, thief = await server.client("me"), await server.client("thief")
+    parts = make_adapter(model, 1)
+    digests = await kept(mine, parts)
+    for request, payload in (
+        (FORWARD, packed(random(3))),
+        (BACKWARD, packed(random(3), random(3))),
+        (OPEN, b""),
+    ):
+        await thief.refused("unknown_adapter", changed(request, adapters=digests), payload)
+        await mine.refused("unknown_adapter", changed(request, adapters=[*digests[:2], bytes(16)]), payload)
+        await mine.refused("wrong_shape", changed(request, adapters=digests[:2]), payload)
+    await forward(mine, parts, digests)
+    server.now += ADAPTERS.seconds + 1
+    server.adapters.expire()
+    await mine.refused("unknown_adapter", changed(FORWARD, adapters=digests), packed(random(3)))
+    await forward(mine, parts, await kept(mine, parts))
 
 
-def test_backwards_that_are_wrong(model):
-    async def act(server):
-        client = await server.client()
-        inputs, ends = random(3), random(3, 9)
-        bad = ends.clone()
-        bad[1, 1] = float("nan")
-        for tensors in ((inputs, ends[:2]), (inputs[:2], ends), (inputs,), (inputs, ends, ends)):
-            await client.refused("wrong_shape", BACKWARD, packed(*tensors))
-        await client.refused("wrong_shape", changed(BACKWARD, gradient_format=WireFormat.FLOAT16), packed(inputs, ends))
-        await client.refused("wrong_shape", changed(BACKWARD, offsets=[1]), packed(inputs, ends))
-        assert "gradients" in await client.refused("not_finite", BACKWARD, packed(inputs, bad))
-        assert "hidden" in await client.refused("not_finite", BACKWARD, packed(bad, ends))
-        await client.refused("wrong_dtype", changed(BACKWARD, dtype="float17"), packed(inputs, ends))
-        await client.refused("wrong_span", changed(BACKWARD, start=0), packed(inputs, ends))
-        await client.refused("wrong_span", changed(BACKWARD, revision="other"), packed(inputs, ends))
-        await client.refused("too_long", changed(BACKWARD, counts=[13]), packed(random(13), random(13)))
-        await client.refused("too_long", changed(BACKWARD, counts=[0]), b"")
-        await backward(client, NO_ADAPTER, None)
-
-    scenario(model, act)
+@beside_good_client()
+async def test_backwards_that_are_wrong(server):
+    client = await server.client()
+    inputs, ends = random(3), random(3, 9)
+    bad = ends.clone()
+    bad[1, 1] = float("nan")
+    for tensors in ((inputs, ends[:2]), (inputs[:2], ends), (inputs,), (inputs, ends, ends)):
+        await client.refused("wrong_shape", BACKWARD, packed(*tensors))
+    await client.refused("wrong_shape", changed(BACKWARD, gradient_format=WireFormat.FLOAT16), packed(inputs, ends))
+    await client.refused("wrong_shape", changed(BACKWARD, offsets=[1]), packed(inputs, ends))
+    assert "gradients" in await client.refused("not_finite", BACKWARD, packed(inputs, bad))
+    assert "hidden" in await client.refused("not_finite", BACKWARD, packed(bad, ends))
+    await client.refused("wrong_dtype", changed(BACKWARD, dtype="float17"), packed(inputs, ends))
+    await client.refused("wrong_span", changed(BACKWARD, start=0), packed(inputs, ends))
+    await client.refused("wrong_span", changed(BACKWARD, revision="other"), packed(inputs, ends))
+    await client.refused("too_long", changed(BACKWARD, counts=[13]), packed(random(13), random(13)))
+    await client.refused("too_long", changed(BACKWARD, counts=[0]), b"")
+    await backward(client, NO_ADAPTER, None)
 
 
 def test_a_backward_that_fails_is_told_to_its_client_alone(model, monkeypatch, caplog):

@@ -110,14 +110,14 @@ BROKEN = [
 ]
 
 
-@pytest.mark.parametrize("data", BROKEN, ids=range(len(BROKEN)))
-def test_a_broken_file_is_ignored_and_written_anew(path, data):
+def test_a_broken_file_is_ignored_and_written_anew(path):
     path.parent.mkdir()
-    path.write_bytes(data)
-    assert lookup(path, HERE, NOW) is None
-    remember(path, HERE, FAST, NOW)
-    assert lookup(path, HERE, NOW) == FAST
-    assert len(entries(path)) == 1
+    for data in BROKEN:
+        path.write_bytes(data)
+        assert lookup(path, HERE, NOW) is None
+        remember(path, HERE, FAST, NOW)
+        assert lookup(path, HERE, NOW) == FAST
+        assert len(entries(path)) == 1
 
 
 @given(st.data())
@@ -156,7 +156,7 @@ from pathlib import Path
 from swarm.server.throughput.throughput_cache import MeasurementConditions, Throughput, remember
 
 path, name = Path(sys.argv[1]), sys.argv[2]
-for number in range(25):
+for number in range(10):
     here = MeasurementConditions("CPU", name, str(number), "0:1", "float32", "none", "1")
     remember(path, here, Throughput(1.0 + number, 1.0), 1.8e9 + number)
 """
@@ -167,7 +167,7 @@ def test_servers_that_write_at_once_lose_nothing(path):
     writers = [subprocess.Popen([sys.executable, "-c", WRITER, str(path), name]) for name in names]
     assert [writer.wait(60) for writer in writers] == [0, 0, 0]
     for name in names:
-        for number in range(25):
+        for number in range(10):
             here = MeasurementConditions("CPU", name, str(number), "0:1", "float32", "none", "1")
             assert lookup(path, here, NOW + 100) == Throughput(1.0 + number, 1.0)
 
