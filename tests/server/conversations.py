@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import functools
-import inspect
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -29,6 +27,7 @@ from swarm.server.sessions.request_validation import RequestLimits
 from swarm.server.sessions.session import Session
 from swarm.server.sessions.session_table import SessionTable
 from tests import virtual_time, zoo
+from tests.async_tests import as_test
 from tests.memory_hub import MemoryHub, MemoryNetwork
 from tests.virtual_time import InlineRuntime
 
@@ -225,32 +224,9 @@ def on_virtual_time(model: SpanModel, act: Act, seconds: float = 0.0, **options:
     virtual_time.run(whole)
 
 
-def as_test(run: Callable[..., None]) -> Callable[..., Callable[[Any], Any]]:
-    """A decorator that makes `async def test(server, ...)` a test: `run` calls it with a server of the fixture `model`.
-
-    Arguments of the decorator are those of the server.
-    """
-
-    def with_options(*arguments: Any, **options: Any) -> Callable[[Any], Any]:
-        def decorate(test: Callable[..., Awaitable[None]]) -> Any:
-            own = [one for one in inspect.signature(test).parameters.values() if one.name not in ("server", "model")]
-            needs_model = "model" in inspect.signature(test).parameters
-
-            @functools.wraps(test)
-            def whole(model: SpanModel, **fixtures: Any) -> None:
-                given = {**fixtures, "model": model} if needs_model else fixtures
-                run(model, lambda server: test(server, **given), *arguments, **options)
-
-            model = inspect.Parameter("model", inspect.Parameter.POSITIONAL_OR_KEYWORD)
-            whole.__signature__ = inspect.Signature([model, *own])  # type: ignore[attr-defined]
-            return whole
-
-        return decorate
-
-    return with_options
-
-
-beside_good_client, with_server, in_virtual_time = as_test(scenario), as_test(alone), as_test(on_virtual_time)
+beside_good_client, with_server, in_virtual_time = (
+    as_test(run, "server", fixtures=("model",)) for run in (scenario, alone, on_virtual_time)
+)
 
 
 def bytes_of(tokens: int, wire: WireFormat = WireFormat.NONE) -> bytes:

@@ -23,7 +23,7 @@ from swarm.errors import InvalidSpan, SwarmError
 from swarm.models.execution.span_model import SpanModel
 from swarm.server.config import BlocksOption, ServerConfig
 from swarm.server.lifecycle import Server
-from swarm.server.throughput.throughput_option import ThroughputOption
+from swarm.server.throughput.throughput_cache import ThroughputOption
 from swarm.transport.p2p import P2PConfig, Peer
 from tests.client.chains import RoutingPlanner
 from tests.waiting import wait_until
@@ -55,12 +55,12 @@ def hidden_states(tokens: int) -> PackedHidden:
     return PackedHidden(values, tokens, 32, WireFormat.NONE, "float32")
 
 
-def test_five_servers_of_one_process_spread_over_the_blocks(folder: str) -> None:
+def test_three_servers_of_one_process_spread_over_the_blocks(folder: str) -> None:
     async def scenario() -> None:
         servers = [server(folder, "2", throughput=ThroughputOption(100.0))]
         await servers[0].start()
         address = await servers[0].peer.visible_addresses()
-        for _ in range(4):
+        for _ in range(2):
             servers.append(server(folder, "2", address, throughput=ThroughputOption(100.0)))
             await servers[-1].start()
         client = await client_of(servers[0])

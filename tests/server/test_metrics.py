@@ -35,10 +35,8 @@ from tests.server.conversations import (
     FORWARD,
     HIDDEN,
     REVISION,
-    STEP,
     bytes_of,
     changed,
-    raw,
     with_server,
 )
 from tests.server.sessions.test_stateless_requests import BACKWARD, kept
@@ -104,19 +102,6 @@ async def test_a_session_from_open_to_close(server):
     assert server.value("sessions_closed_total", reason="closed") == 1
     assert (server.value("sessions_open"), server.value("cache_used_tokens")) == (0, 0)
     assert server.value("errors_total", code="server_fault") is None
-
-
-@with_server()
-async def test_errors_by_type(server):
-    client = await (await server.client()).begin()
-    await client.refused("wrong_shape", STEP, bytes_of(2))
-    await client.refused("wrong_position", changed(STEP, starts=[7]), bytes_of(1))
-    await client.refused("wrong_position", changed(STEP, starts=[6]), bytes_of(1))
-    await client.refused("protocol_violation", raw(b"garbage"))
-    assert server.value("errors_total", code="wrong_shape") == 1
-    assert server.value("errors_total", code="wrong_position") == 2
-    assert server.value("errors_total", code="protocol_violation") == 1
-    assert server.value("tokens_total", kind="decode") == 0
 
 
 @with_server()

@@ -20,7 +20,7 @@ from swarm.errors import NotEnoughMemory
 from swarm.server.config import BlocksOption, ServerConfig
 from swarm.server.lifecycle import Server
 from swarm.server.memory_budget import MemoryBudget
-from swarm.server.throughput.throughput_option import ThroughputOption
+from swarm.server.throughput.throughput_cache import ThroughputOption
 from swarm.transport.p2p import P2PConfig
 from tests.swarms import run_client, run_swarm
 from tests.zoo import BLOCKS, make_checkpoint

@@ -112,18 +112,6 @@ async def test_several_requests_for_ragged_rows(server, model):
 
 
 @in_virtual_time()
-async def test_rows_become_shorter(server):
-    """What was cached beyond the replayed part is gone, whatever it was."""
-    client = await (await server.client()).begin(tokens=6)
-    hidden = torch.cat([client.history[:1], random(2, 9)])
-    request = changed(REPLAY, starts=[1], counts=[2])
-    await replay_is_done(client, request, hidden[1:])
-    await client.refused("wrong_position", changed(STEP, step=7, starts=[4]), bytes_of(1))
-    remembers(client, hidden)
-    await client.right_step()
-
-
-@in_virtual_time()
 async def test_a_row_of_which_nothing_is_replayed_is_cut_to_its_start(server, model):
     client = await opened(server)
     rows = [random(4, 1), random(4, 2)]

@@ -10,12 +10,12 @@ import torch
 from swarm.data_structures import Span
 from swarm.errors import AdapterError, AdapterMismatch, InvalidOption, NotEnoughMemory
 from swarm.models.checkpoints.checkpoint import open_checkpoint
-from swarm.models.exits.model_head import head_bytes, head_loading_bytes
+from swarm.models.exits.model_head import head_bytes
 from swarm.models.exits.trained_exits import BaseModel, ExitLens, TrainedExits
 from swarm.models.flash import planned_blocks
 from swarm.models.flash.block_plan import RecordKind
 from swarm.models.loading.flash_loading import load_flash_span
-from swarm.server import memory_budget, resolved_config
+from swarm.server import memory_budget
 from swarm.server.config import BlocksOption, ExitsOption, ServerConfig
 from swarm.server.flash_budget import FlashOption
 from swarm.server.limits import MAX_MEMORY_SHARE
@@ -91,15 +91,6 @@ def test_blocks_are_planned_once(resolve, weights, tmp_path, monkeypatch):
     for span in (Span(0, 2), Span(1, 4)):  # a start, and a move
         model = load_flash_span(config.checkpoint, span, dtype=config.dtype, options=config.flash.options(span))
         model.flash.close()
-
-
-@pytest.mark.parametrize("blocks", ["6", "0:6"])
-@pytest.mark.parametrize("quant", ["int8", "nf4"])
-def test_what_is_to_be_quantized_is_refused_for_lack_of_memory(resolve, weights, blocks, quant):
-    config = resolve(weights // 8, blocks, quant=quant)
-    assert config.flash is None
-    with pytest.raises(NotEnoughMemory):
-        config.budget.check_fits(Span(0, 6))
 
 
 def test_a_graphics_card_is_used_without_flash(resolve, weights, monkeypatch):
@@ -184,20 +175,6 @@ def test_exits_are_no_reason_for_flash(resolve, folder, weights):
     enough = resolve(free + head, quant="none", exits=ExitsOption())
     enough.budget.check_fits(Span(0, 6))
     assert enough.flash is None
-
-
-def test_a_head_that_cannot_be_loaded_is_refused(folder, monkeypatch):
-    """Loading it takes embeddings and head (or two heads, if they are one tensor) beside the final norm."""
-    checkpoint = open_checkpoint(folder)
-    needed = head_loading_bytes(checkpoint, torch.float32)
-    table = checkpoint.config.vocab_size * checkpoint.config.hidden_size * 4
-    assert 2 * table <= needed < 2.1 * table
-    assert head_loading_bytes(checkpoint, torch.bfloat16) == needed // 2
-    monkeypatch.setattr(memory_budget, "free_memory", lambda device: needed - 1)
-    with pytest.raises(NotEnoughMemory, match=r"loading the model's head for --exits takes .* are free; end other"):
-        resolved_config._require_head_loads(checkpoint, torch.float32)
-    monkeypatch.setattr(memory_budget, "free_memory", lambda device: needed)
-    resolved_config._require_head_loads(checkpoint, torch.float32)
 
 
 def test_what_sessions_keep_beside_their_cache_is_not_for_blocks(resolve, weights):

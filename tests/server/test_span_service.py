@@ -6,7 +6,6 @@ import asyncio
 import json
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -33,7 +32,7 @@ from swarm.server.memory_budget import MemoryBudget
 from swarm.server.resolved_config import ResolvedConfig
 from swarm.server.sessions.session import SessionTerms
 from swarm.server.span_service import SpanService
-from swarm.server.throughput.throughput_option import ThroughputOption
+from swarm.server.throughput.throughput_cache import ThroughputOption
 from tests import zoo
 from tests.memory_hub import MemoryHub, MemoryNetwork
 
@@ -89,14 +88,6 @@ def test_a_session_on_some_blocks_reserves_their_share_of_the_cache(checkpoint):
     sessions = asyncio.run(load(checkpoint)).sessions
     for part, tokens in ((SPAN, 30), (Span(1, 2), 15), (Span(2, 4), 23)):
         assert sessions.tokens_reserved(SessionTerms(b"", "peer", part, 30, WireFormat.NONE)) == tokens
-
-
-def test_pages_have_room_in_all_blocks_whichever_a_session_uses(checkpoint):
-    pool = SimpleNamespace(page_size=16)
-    model: Any = SimpleNamespace(strategy=SimpleNamespace(paging=SimpleNamespace(pool=pool)), span=SPAN)
-    sessions = span_service_module._make_session_table(resolved(checkpoint), model, ServerObserver())
-    for part in (SPAN, Span(1, 2)):
-        assert sessions.tokens_reserved(SessionTerms(b"", "peer", part, 30, WireFormat.NONE)) == 32
 
 
 def test_exits_are_offered_where_the_span_has_them(checkpoint):

@@ -13,7 +13,7 @@ from swarm.server import weight_source
 from swarm.server.__main__ import _server_config
 from swarm.server.__main__ import main as command
 from swarm.server.config import BlocksOption, ServerConfig, WeightsOption
-from swarm.server.throughput.throughput_option import ThroughputOption
+from swarm.server.throughput.throughput_cache import ThroughputOption
 from swarm.server.weight_source import WeightSharing, WeightSource
 from swarm.transport.p2p import P2PConfig
 from tests.memory_hub import stream_pair
@@ -70,13 +70,6 @@ def test_the_folder_of_a_model_needs_no_source(checkpoint):
     assert opened(WeightsOption(), checkpoint.source).checkpoint.source == checkpoint.source
     with pytest.raises(ModelNotFound):
         opened(WeightsOption("/nowhere/at/all"))
-
-
-@pytest.mark.parametrize(("source", "peers"), [("hub", (SOMEWHERE,)), ("auto", ())])
-def test_where_the_hub_is_asked_for_or_no_peer_is_known_none_is_asked(monkeypatch, source, peers):
-    monkeypatch.setattr(weight_source, "open_checkpoint", unreachable)
-    with pytest.raises(HubUnreachable, match=r"^the hub does not answer$"):
-        opened(WeightsOption(source), peers=peers)
 
 
 def test_what_peers_say_is_told_with_what_the_hub_said(monkeypatch):

@@ -141,7 +141,6 @@ def decide_move(
     now: float,
     history: MoveHistory,
     policy: MovePolicy,
-    length: int | None = None,
 ) -> MoveDecision:
     """Whether and where the server `me` should move.
 
@@ -151,12 +150,9 @@ def decide_move(
         blocks: of the model.
         now: seconds, on the clock that `history` is kept in.
         history: what the last decision returned.
-        length: how many blocks it would hold after the move; as many as now if not given.
     """
-    view = take_snapshot(servers, blocks, {} if length is None else {me: length})
-    return decide_from_plan(
-        plan_moves(view, policy, history.overdue_servers(now, policy) - {me}), me, now, history, policy
-    )
+    plan = plan_moves(take_snapshot(servers, blocks), policy, history.overdue_servers(now, policy) - {me})
+    return decide_from_plan(plan, me, now, history, policy)
 
 
 def decide_from_plan(plan: MovePlan, me: str, now: float, history: MoveHistory, policy: MovePolicy) -> MoveDecision:

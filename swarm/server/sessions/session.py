@@ -12,7 +12,7 @@ from swarm.errors import WrongPosition
 from swarm.models.execution.session_cache import SessionCache
 from swarm.protocol.messages import StepReply, StepRequest
 from swarm.server.compute.compute_request import ComputeResult
-from swarm.server.sessions.pushing.push_link import PushLink
+from swarm.server.sessions.push_link import PushLink
 from swarm.server.sessions.reply_stream import ReplyStream
 
 LINK_TIMEOUT_S = 2.0

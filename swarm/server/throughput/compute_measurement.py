@@ -26,8 +26,7 @@ from swarm.data_structures import Span
 from swarm.models.block_loading import return_freed_memory
 from swarm.models.execution.span_model import SpanModel
 from swarm.server.throughput import throughput_cache
-from swarm.server.throughput.throughput_cache import MeasurementConditions, Throughput
-from swarm.server.throughput.throughput_option import ThroughputOption
+from swarm.server.throughput.throughput_cache import MeasurementConditions, Throughput, ThroughputOption
 
 logger = logging.getLogger(__name__)
 

@@ -26,7 +26,7 @@ from swarm.client.model.auto_model import AutoDistributedModelForCausalLM
 from swarm.client.threads.network_thread import NetworkThread
 from swarm.models.checkpoints.partial_loading import load_local_model
 from swarm.server.config import BlocksOption, ServerConfig
-from swarm.server.throughput.throughput_option import ThroughputOption
+from swarm.server.throughput.throughput_cache import ThroughputOption
 from swarm.transport.p2p import P2PConfig
 from swarm.transport.ping import ping_many
 from tests.bad_peers import ATTRACTIVE, BadServer

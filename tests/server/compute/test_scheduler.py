@@ -304,15 +304,6 @@ def test_beside_short_iterations_the_bound_is_exact():
     assert MAX_YIELD_S <= schedule.now - schedule.iteration < MAX_YIELD_S + 2 * schedule.iteration
 
 
-def test_prompts_take_along_what_is_not_urgent():
-    """Beside a prompt it costs nothing; nor does it ever wait for one."""
-    schedule = Schedule(64)
-    schedule.add(Request("prompt", 40), Request("urgent", 1, short=True), Request("lazy", 1, short=True, urgent=False))
-    assert len(schedule.iterate()) == 3
-    schedule.add(Request("prompt", 1000), Request("lazy", 1, short=True, urgent=False))
-    assert len(schedule.iterate()) == 2
-
-
 def test_prompts_go_on_however_many_short_requests_wait():
     schedule = Schedule(100)
     schedule.add(Request("prompt", 250))

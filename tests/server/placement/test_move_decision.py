@@ -186,13 +186,6 @@ def test_a_gain_that_does_not_last_is_not_worth_the_loading():
     assert "loading" in planned.reason
 
 
-def test_a_lonely_stretch_is_given_up_for_a_larger_gap():
-    # a is alone with block 0 only; from 5:10 it closes five gaps.
-    servers = [server_info(0, 5, "a"), server_info(1, 5, "b", state=ServerState.JOINING)]
-    (move,) = plan(servers, 10).moves
-    assert (move.peer_id, move.new, move.closes_gap) == ("a", Span(5, 10), True)
-
-
 LIAR = server_info(0, 4, "liar", throughput=1e9)
 
 
@@ -207,13 +200,6 @@ def test_a_liar_is_never_left_alone_with_his_blocks():
     servers = [LIAR, server_info(0, 4, "a", throughput=4.0)]
     servers += [server_info(4, 8, f"b{i}", throughput=0.4) for i in range(3)]
     assert all(move.peer_id != "a" for move in plan(servers, 8).moves)
-
-
-def test_a_server_may_take_more_blocks_than_it_has():
-    servers = [server_info(0, 4, "a"), server_info(0, 4, "b", state=ServerState.JOINING)]
-    assert decide(servers, "a").span == Span(4, 8)
-    assert decide(servers, "a", length=2).span == Span(4, 6)
-    assert decide_move(servers, "a", 12, 0.0, MoveHistory(), POLICY, length=8).span == Span(4, 12)
 
 
 def with_mobility(servers: list[ServerInfo], **mobility: Mobility) -> list[ServerInfo]:

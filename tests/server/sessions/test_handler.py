@@ -14,7 +14,6 @@ from swarm.models.loading.span_loading import load_span
 from swarm.protocol import messages
 from swarm.protocol.compression import decode_tensor, encode_tensor
 from swarm.protocol.framing import MAX_HEADER_BYTES
-from swarm.server.sessions.session_table import RECONNECT_TIMEOUT_S
 from tests import zoo
 from tests.server.conversations import (
     CPU,
@@ -131,14 +130,6 @@ async def test_a_refused_step_changes_nothing(server, code, changes, payload):
         await client.refused(code, changed(STEP, **changes), payload)
     assert server.sessions.free == free
     await client.right_step()
-
-
-@beside_good_client()
-async def test_more_tokens_in_a_step_than_the_server_takes(server):
-    client = await (await server.client()).begin(changed(OPEN, max_length=30))
-    step = changed(STEP, counts=[17], format=WireFormat.FLOAT16)
-    await client.refused("too_long", step, bytes_of(17, WireFormat.FLOAT16))
-    await client.right_step(16)
 
 
 @beside_good_client()
@@ -435,25 +426,3 @@ def test_positions_beyond_a_table_are_refused(tmp_path):
 async def test_a_probe_carries_as_many_bytes_as_are_asked_for(server, sent, wanted):
     client = await server.client()
     assert await client.ask(messages.ProbeRequest(wanted), bytes(sent)) == (messages.ProbeReply(), bytes(wanted))
-
-
-@with_server()
-async def test_a_client_that_comes_back_finds_its_session_and_its_reply(server):
-    client = await (await server.client()).begin()
-    payload = encode_tensor(random(1, 7), WireFormat.NONE)
-    last = await client.ask(STEP, payload)
-    session = server.session()
-    client.stream.close()
-    await server.until(lambda: session.attached == 0)
-    server.now += RECONNECT_TIMEOUT_S
-    server.sessions.expire()
-    again = await server.client()
-    assert await again.ask(OPEN) == (messages.SessionOpened(2), b"")
-    assert await again.ask(STEP, payload) == last
-    again.history, again.steps = torch.cat([client.history, random(1, 7)]), 2
-    await again.right_step()
-    again.stream.close()
-    await server.until(lambda: session.attached == 0)
-    server.now += RECONNECT_TIMEOUT_S + 1
-    late = await server.client()
-    assert await late.ask(OPEN) == (messages.SessionOpened(0), b"")

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import math
 from collections.abc import Awaitable, Callable, Coroutine
 from fractions import Fraction
@@ -24,6 +23,9 @@ from swarm.server.sessions.session_table import (
     SessionTable,
 )
 from tests import virtual_time
+from tests.async_tests import as_test
+
+virtual = as_test(virtual_time.run)
 
 CAPACITY = 100
 T = TypeVar("T")
@@ -90,23 +92,6 @@ def test_a_session_reserves_the_share_of_its_blocks_rounded_up():
 
 @given(
     blocks=st.integers(1, 40),
-    cuts=st.sets(st.integers(1, 39)),
-    page=st.integers(1, 300),
-    max_length=st.integers(1, 5000),
-    rows=st.lists(st.integers(0, 20), min_size=1),
-)
-def test_the_parts_of_a_span_together_reserve_what_the_whole_span_does(blocks, cuts, page, max_length, rows):
-    sessions = SessionTable(CAPACITY, Clock(), page=page, blocks=blocks)
-    ends = [*sorted(cut for cut in cuts if cut < blocks), blocks]
-    parts = [session(0, max_length=max_length, span=Span(*ends)) for ends in itertools.pairwise([0, *ends])]
-    for sequences in sorted(rows):
-        whole = sessions.tokens_reserved(session(0, max_length=max_length, span=Span(0, blocks)).terms, sequences)
-        assert whole == sequences * -(-max_length // page) * page
-        assert whole <= sum(sessions.tokens_reserved(one.terms, sequences) for one in parts) < whole + len(parts)
-
-
-@given(
-    blocks=st.integers(1, 40),
     buffer_blocks=st.integers(0, 20),
     length=st.integers(1, 40),
     max_length=st.integers(1, 5000),
@@ -120,16 +105,6 @@ def test_a_session_on_few_blocks_reserves_its_buffers_too(blocks, buffer_blocks,
     # In units of the memory that a token takes in one block, of which the server has `CAPACITY * blocks` for cache:
     assert part * (blocks + buffer_blocks) >= rows * max_length * (min(blocks, length) + buffer_blocks)
     assert part <= whole
-
-
-def test_what_is_closed_forgets_its_past_whoever_still_has_it():
-    sessions = SessionTable(CAPACITY, Clock())
-    one, two = opened(sessions, session(1)), opened(sessions, session(2))
-    sessions.close(one)
-    sessions.close(one)
-    assert (one.cache.cleared, two.cache.cleared) == (1, 0)
-    sessions.clear()
-    assert two.cache.cleared == 1
 
 
 def at_once(coroutine: Coroutine[Any, Any, T]) -> T:
@@ -208,15 +183,6 @@ def test_an_idle_session_makes_room_for_another(sessions, clock, asked):
         reserve(sessions, one, 1)
 
 
-def test_no_idle_session_leaves_for_one_that_does_not_fit_even_so(sessions, clock, asked):
-    opened(sessions, session(1), 5)
-    clock.now += IDLE_AFTER_S + 1
-    opened(sessions, session(2), 5)
-    with pytest.raises(CacheFull):
-        opened(sessions, session(3, "other"), 6)
-    assert (asked, len(sessions)) == ([], 2)
-
-
 def test_a_session_that_is_computed_is_not_idle(sessions, clock, asked):
     async def scenario():
         one = opened(sessions, session(1), 10)
@@ -282,10 +248,18 @@ def test_a_session_that_computes_does_not_expire(sessions, clock):
     asyncio.run(scenario())
 
 
-@pytest.mark.parametrize("change", [{"span": Span(0, 2)}, {"max_length": 11}], ids=str)
-def test_an_open_session_cannot_be_opened_as_another_one(sessions, change):
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"span": Span(0, 2)}, "open for blocks 0:3 and 10 tokens"),
+        ({"max_length": 11}, "open for blocks 0:3 and 10 tokens"),
+        ({"adapters": [b""] * 3}, "other adapters"),
+        ({"early_exits": True}, "another early_exits"),
+    ],
+)
+def test_an_open_session_cannot_be_opened_as_another_one(sessions, change, words):
     opened(sessions, session())
-    with pytest.raises(WrongSpan, match="open for blocks 0:3 and 10 tokens"):
+    with pytest.raises(WrongSpan, match=words):
         opened(sessions, session(**change))
 
 
@@ -327,45 +301,41 @@ def test_the_link_of_a_session_ends_with_it(sessions, clock, end):
     assert one.push_link is None
 
 
-def test_who_may_push(sessions):
-    async def scenario():
-        loop = asyncio.get_running_loop()
-        mine, theirs = opened(sessions, session(peer="me")), opened(sessions, session(peer="them"))
-        mine.allow_push_from("before")
-        number = mine.terms.session_id
-        assert await sessions.find_for_push("before", "me", number) is mine
-        for previous, client, session_id in [
-            ("other", "me", number),
-            ("before", "them", number),
-            ("me", "me", number),
-            ("before", "nobody", number),
-            ("before", "me", bytes(15) + b"x"),
-        ]:
-            began = loop.time()
-            with pytest.raises(UnknownSession, match="no session here into which this peer may push"):
-                await sessions.find_for_push(previous, client, session_id)
-            assert loop.time() - began <= LINK_TIMEOUT_S
-        sessions.close(mine)
-        with pytest.raises(UnknownSession):
-            await sessions.find_for_push("before", "me", number)
-        assert theirs.previous_peer is None
-
-    virtual_time.run(scenario)
+@virtual()
+async def test_who_may_push(sessions):
+    loop = asyncio.get_running_loop()
+    mine, theirs = opened(sessions, session(peer="me")), opened(sessions, session(peer="them"))
+    mine.allow_push_from("before")
+    number = mine.terms.session_id
+    assert await sessions.find_for_push("before", "me", number) is mine
+    for previous, client, session_id in [
+        ("other", "me", number),
+        ("before", "them", number),
+        ("me", "me", number),
+        ("before", "nobody", number),
+        ("before", "me", bytes(15) + b"x"),
+    ]:
+        began = loop.time()
+        with pytest.raises(UnknownSession, match="no session here into which this peer may push"):
+            await sessions.find_for_push(previous, client, session_id)
+        assert loop.time() - began <= LINK_TIMEOUT_S
+    sessions.close(mine)
+    with pytest.raises(UnknownSession):
+        await sessions.find_for_push("before", "me", number)
+    assert theirs.previous_peer is None
 
 
-def test_a_push_waits_for_its_link_through_others(sessions):
-    async def scenario():
-        loop = asyncio.get_running_loop()
-        one = opened(sessions, session())
-        pushing = asyncio.create_task(sessions.find_for_push("third", "peer", one.terms.session_id))
-        for name in ("first", "second", "third"):
-            await asyncio.sleep(LINK_TIMEOUT_S / 4)
-            assert not pushing.done()
-            one.allow_push_from(name)
-        assert await pushing is one
-        assert loop.time() == pytest.approx(LINK_TIMEOUT_S * 3 / 4)
-
-    virtual_time.run(scenario)
+@virtual()
+async def test_a_push_waits_for_its_link_through_others(sessions):
+    loop = asyncio.get_running_loop()
+    one = opened(sessions, session())
+    pushing = asyncio.create_task(sessions.find_for_push("third", "peer", one.terms.session_id))
+    for name in ("first", "second", "third"):
+        await asyncio.sleep(LINK_TIMEOUT_S / 4)
+        assert not pushing.done()
+        one.allow_push_from(name)
+    assert await pushing is one
+    assert loop.time() == pytest.approx(LINK_TIMEOUT_S * 3 / 4)
 
 
 def test_the_newest_connection_is_the_clients(sessions):
@@ -422,118 +392,80 @@ def on_virtual_time(scenario: Scenario) -> None:
     virtual_time.run(whole)
 
 
+table_test = as_test(on_virtual_time, "sessions")
+
+
 def now() -> float:
     return asyncio.get_running_loop().time()
 
 
 @pytest.mark.parametrize("end", ["close", "expire", "fewer"])
-def test_who_waits_gets_the_room_that_another_session_leaves(end):
-    async def scenario(sessions):
-        holder = await sessions.open_session(session(1), 8)
-        if end == "expire":
-            await asyncio.sleep(1)
-            sessions.detach(holder)
-            gone = now() + RECONNECT_TIMEOUT_S
-        else:
-            gone = now() + 5
-            asyncio.get_running_loop().call_at(gone, sessions.close, holder)
-        waiting = await sessions.open_session(
-            patient(2, peer="other", patience=RECONNECT_TIMEOUT_S + 5), 2 if end == "fewer" else 5
-        )
-        if end == "fewer":
-            assert now() == 0  # there was room at once
-        else:
-            assert gone <= now() <= gone + MAKE_ROOM_PERIOD_S + 1e-6
-            assert (len(sessions), sessions.free) == (1, 50)
-        sessions.require_open(waiting)
-
-    on_virtual_time(scenario)
-
-
-@pytest.mark.parametrize("moment", ["while it waits", "as it is granted"])
-@pytest.mark.parametrize("begun", [False, True], ids=["opening", "growing"])
-def test_a_wait_that_is_broken_off_leaves_nothing_behind(begun, moment):
-    async def scenario(sessions):
-        other = await sessions.open_session(session(1), 8)
-        one = await sessions.open_session(patient(2), 1) if begun else patient(2)
-        waiting = asyncio.create_task(sessions.reserve_cache(one, 6) if begun else sessions.open_session(one, 6))
+@table_test()
+async def test_who_waits_gets_the_room_that_another_session_leaves(sessions, end):
+    holder = await sessions.open_session(session(1), 8)
+    if end == "expire":
         await asyncio.sleep(1)
-        if moment != "while it waits":
-            sessions.close(other)
-        waiting.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await waiting
+        sessions.detach(holder)
+        gone = now() + RECONNECT_TIMEOUT_S
+    else:
+        gone = now() + 5
+        asyncio.get_running_loop().call_at(gone, sessions.close, holder)
+    waiting = await sessions.open_session(
+        patient(2, peer="other", patience=RECONNECT_TIMEOUT_S + 5), 2 if end == "fewer" else 5
+    )
+    if end == "fewer":
+        assert now() == 0  # there was room at once
+    else:
+        assert gone <= now() <= gone + MAKE_ROOM_PERIOD_S + 1e-6
+        assert (len(sessions), sessions.free) == (1, 50)
+    sessions.require_open(waiting)
+
+
+@pytest.mark.parametrize(("begun", "moment"), [(False, "while it waits"), (True, "as it is granted")])
+@table_test()
+async def test_a_wait_that_is_broken_off_leaves_nothing_behind(sessions, begun, moment):
+    other = await sessions.open_session(session(1), 8)
+    one = await sessions.open_session(patient(2), 1) if begun else patient(2)
+    waiting = asyncio.create_task(sessions.reserve_cache(one, 6) if begun else sessions.open_session(one, 6))
+    await asyncio.sleep(1)
+    if moment != "while it waits":
         sessions.close(other)
-        assert (one.sequences, sessions.free) == ((1, 90) if begun else (0, 100))
-        assert len(sessions) == begun
-        again = await sessions.open_session(patient(2), 10)
-        assert (again.sequences, sessions.free) == (10, 0)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    sessions.close(other)
+    assert (one.sequences, sessions.free) == ((1, 90) if begun else (0, 100))
+    assert len(sessions) == begun
+    again = await sessions.open_session(patient(2), 10)
+    assert (again.sequences, sessions.free) == (10, 0)
 
-    on_virtual_time(scenario)
 
-
-def test_two_connections_that_open_a_session_at_once_reserve_its_rows_once():
-    async def scenario(sessions):
-        other = await sessions.open_session(session(1), 8)
-        tasks = [asyncio.create_task(sessions.open_session(patient(2), 3)) for _ in range(3)]
-        await asyncio.sleep(1)
-        sessions.close(other)
-        first, *others = await asyncio.gather(*tasks)
-        assert all(one is first for one in others)
-        assert (first.attached, first.sequences, sessions.free) == (3, 3, 70)
-
-    on_virtual_time(scenario)
+@table_test()
+async def test_two_connections_that_open_a_session_at_once_reserve_its_rows_once(sessions):
+    other = await sessions.open_session(session(1), 8)
+    tasks = [asyncio.create_task(sessions.open_session(patient(2), 3)) for _ in range(3)]
+    await asyncio.sleep(1)
+    sessions.close(other)
+    first, *others = await asyncio.gather(*tasks)
+    assert all(one is first for one in others)
+    assert (first.attached, first.sequences, sessions.free) == (3, 3, 70)
 
 
 @pytest.mark.parametrize("begun", [False, True], ids=["opening", "growing"])
-def test_a_session_that_is_closed_while_it_waits_is_over_at_once(begun):
-    async def scenario(sessions):
-        other = await sessions.open_session(session(1), 8)
-        one = await sessions.open_session(patient(2), 1) if begun else patient(2)
-        waiting = asyncio.create_task(sessions.reserve_cache(one, 6) if begun else sessions.open_session(one, 6))
-        behind = asyncio.create_task(sessions.open_session(patient(3, patience=30), 5))
-        await asyncio.sleep(1)
-        sessions.close(one)
-        with pytest.raises(UnknownSession):
-            await waiting
-        assert now() == 1
-        sessions.close(other)
-        assert (await behind).sequences == 5  # nobody dead stands in the line
-        assert (now(), len(sessions), sessions.free) == (1, 1, 50)
-
-    on_virtual_time(scenario)
-
-
-def test_who_waits_for_room_does_not_expire_meanwhile():
-    async def scenario(sessions):
-        await sessions.open_session(session(1), 8)
-        one = await sessions.open_session(patient(2, patience=60), 1)
-        sessions.detach(one)
-        async with one.lock:  # as a step holds it
-            with pytest.raises(CacheFull):
-                await sessions.reserve_cache(one, 5)
-            sessions.require_open(one)
-        await asyncio.sleep(RECONNECT_TIMEOUT_S + 1)
-        sessions.expire()
-        assert len(sessions) == 1
-
-    on_virtual_time(scenario)
-
-
-def test_a_server_that_leaves_lets_nobody_wait():
-    async def scenario(sessions):
-        await sessions.open_session(session(1), 8)
-        waiting = asyncio.create_task(sessions.open_session(patient(2), 5))
-        await asyncio.sleep(1)
-        sessions.refuse_waiting()
-        with pytest.raises(CacheFull):
-            await waiting
-        with pytest.raises(CacheFull):
-            await sessions.open_session(patient(2), 5)
-        assert now() == 1
-        assert (await sessions.open_session(patient(2), 1)).sequences == 1
-
-    on_virtual_time(scenario)
+@table_test()
+async def test_a_session_that_is_closed_while_it_waits_is_over_at_once(sessions, begun):
+    other = await sessions.open_session(session(1), 8)
+    one = await sessions.open_session(patient(2), 1) if begun else patient(2)
+    waiting = asyncio.create_task(sessions.reserve_cache(one, 6) if begun else sessions.open_session(one, 6))
+    behind = asyncio.create_task(sessions.open_session(patient(3, patience=30), 5))
+    await asyncio.sleep(1)
+    sessions.close(one)
+    with pytest.raises(UnknownSession):
+        await waiting
+    assert now() == 1
+    sessions.close(other)
+    assert (await behind).sequences == 5  # nobody dead stands in the line
+    assert (now(), len(sessions), sessions.free) == (1, 1, 50)
 
 
 class Ledger(RuleBasedStateMachine):

@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from swarm.errors import InvalidOption
 from swarm.server.throughput import throughput_cache
 from swarm.server.throughput.throughput_cache import (
     MAX_AGE_S,
@@ -23,6 +24,7 @@ from swarm.server.throughput.throughput_cache import (
     MAX_FILE_BYTES,
     MeasurementConditions,
     Throughput,
+    ThroughputOption,
     default_path,
     lookup,
     remember,
@@ -187,3 +189,31 @@ def test_where_the_file_lies(monkeypatch, variable, expected):
     if variable is not None:
         monkeypatch.setenv("XDG_CACHE_HOME", variable)
     assert default_path() == Path(expected) / "swarm" / "throughput.json"
+
+
+def test_what_the_option_says():
+    for text, wanted in [
+        ("auto", ThroughputOption()),
+        ("measure", ThroughputOption(remeasure=True)),
+        ("12.5", ThroughputOption(12.5)),
+        ("1e3", ThroughputOption(1000.0)),
+    ]:
+        assert ThroughputOption.parse(text) == wanted
+
+
+def test_what_the_option_does_not_say():
+    for text in [
+        "",
+        "fast",
+        "0",
+        "-1",
+        "nan",
+        "inf",
+        "-inf",
+        "1e9",
+        "1e400",
+        "AUTO",
+        "1;2",
+    ]:
+        with pytest.raises(InvalidOption, match="use auto, measure or a number"):
+            ThroughputOption.parse(text)

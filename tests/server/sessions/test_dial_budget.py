@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swarm.protocol.messages import MAX_PEER_SESSIONS
-from swarm.server.sessions.pushing.dial_budget import (
+from swarm.server.sessions.push_link import (
     BURST,
     KNOWN_COST,
     KNOWN_S,

@@ -6,12 +6,11 @@ import asyncio
 from typing import Any
 
 import pytest
-import torch
 
 from swarm.data_structures import WireFormat
 from swarm.protocol import messages
 from swarm.protocol.compression import encode_tensor
-from swarm.server.sessions.pushing.push_link import (
+from swarm.server.sessions.push_link import (
     MIN_BYTES_PER_S,
     PUSH_CONNECT_TIMEOUT_S,
     PUSH_TIMEOUT_S,
@@ -156,15 +155,6 @@ def test_a_step_that_is_pushed_and_delivered_is_computed_once(model, first, seco
     on_virtual_time(model, act, seconds)
 
 
-@in_virtual_time()
-async def test_other_contents_under_the_number_of_a_pushed_step_are_refused(server):
-    client, before = await linked(server), await server.client("before")
-    request = client.next_step()
-    await pushed_step(client, before)
-    await client.refused("wrong_position", request, bytes_of(1))
-    await client.right_step()
-
-
 @pytest.mark.parametrize("age", [1, 2])
 @in_virtual_time()
 async def test_a_push_that_the_client_has_overtaken_is_ignored(server, age):
@@ -202,19 +192,6 @@ async def test_what_is_wrong_with_a_pushed_step_is_told_to_the_client(server, co
     await before.hears_nothing(LONG)
     await client.right_step()  # its own copy of the same step
     await pushed_step(client, before)
-
-
-@in_virtual_time()
-async def test_a_server_that_takes_no_more_steps_tells_the_client(server):
-    client, before = await linked(server), await server.client("before")
-    server.handler.closing = True
-    await pushed_step(client, before)  # what has begun goes on
-    server.handler.closed = True
-    await before.stream.send(push(client.next_step()), payload_of(client))
-    refusal, _ = await client.hear()
-    assert isinstance(refusal, messages.Refusal)
-    assert (refusal.code, refusal.step) == ("server_closing", client.steps)
-    await before.hears_nothing(LONG)
 
 
 @in_virtual_time()
@@ -395,20 +372,3 @@ async def test_the_way_to_the_next_server_ends_with_the_session(server, end):
         server.sessions.expire()
     await asyncio.sleep(1)
     assert behind.open == 0
-
-
-@in_virtual_time()
-async def test_steps_of_a_longer_session_change_hands_freely(server):
-    """Whoever brings a step, the outputs are those of the whole sequence."""
-    client = await (await server.client(CLIENT)).begin(changed(OPEN, max_length=60))
-    await client.stream.send(LINK)
-    before = await server.client("before")
-    chance = torch.Generator().manual_seed(0)
-    for _ in range(20):
-        tokens = int(torch.randint(1, 3, (1,), generator=chance))
-        if torch.rand(1, generator=chance) < 0.5:
-            await pushed_step(client, before, tokens)
-        else:
-            await client.right_step(tokens)
-        if torch.rand(1, generator=chance) < 0.3:
-            client.steps += 1  # a step that was given up
