@@ -12,7 +12,6 @@ import pytest
 from swarm.data_structures import WireFormat
 from swarm.protocol import messages
 from swarm.protocol.compression import encode_tensor
-from swarm.server.memory import MAKE_ROOM_PERIOD_S
 from swarm.server.sessions.push_link import MIN_BYTES_PER_S, PUSH_TIMEOUT_S
 from swarm.server.sessions.request_validation import RequestLimits
 from swarm.server.sessions.session_table import RECONNECT_TIMEOUT_S
@@ -41,13 +40,6 @@ def numbered(number: int, **changes: Any) -> messages.OpenSession:
     return changed(OPEN, session_id=number.to_bytes(16, "big"), **changes)
 
 
-async def ask_patiently(client: Client, message: Any) -> messages.ServerMessage:
-    """The answer, however long it takes."""
-    await client.stream.send(message)
-    frame = await client.stream.receive()
-    return messages.decode_server(frame.header)
-
-
 @asynccontextmanager
 async def besides(server: Server) -> AsyncIterator[Client]:
     """Another client, which works and goes on working."""
@@ -55,37 +47,6 @@ async def besides(server: Server) -> AsyncIterator[Client]:
     yield good
     await good.right_step()
     await good.right_step(2)
-
-
-@pytest.mark.parametrize("end", ["closes", "disconnects", "gives up"])
-@in_virtual_time()
-async def test_who_waits_for_room_gets_what_another_client_leaves(server, end):
-    server.sessions._now = asyncio.get_running_loop().time
-    async with besides(server):
-        holder = await (await server.client("holder")).begin(changed(OPEN, sequences=6))
-        client = await server.client()
-        text = await client.refused("cache_full", changed(OPEN, sequences=4))
-        assert "32 tokens of attention cache are needed and 8 of 64 are free" in text
-        began = now()
-        asking = asyncio.create_task(ask_patiently(client, changed(OPEN, sequences=4, wait_timeout_s=60.0)))
-        await asyncio.sleep(5)
-        assert not asking.done()
-        if end == "gives up":
-            await holder.right_step()
-            reply = await asking
-            assert isinstance(reply, messages.Refusal)
-            assert reply.code == "cache_full"
-            assert now() - began == pytest.approx(60)
-            await holder.right_step()
-            assert server.sessions.free == 8
-            return
-        if end == "closes":
-            await holder.stream.send(messages.CloseSession())
-        else:
-            holder.stream.close()
-        assert await asking == messages.SessionOpened(0)
-        assert now() - began <= 5 + (0 if end == "closes" else RECONNECT_TIMEOUT_S + MAKE_ROOM_PERIOD_S) + 0.1
-        await client.right_step()
 
 
 @beside_good_client(capacity=2048, peer_share=0.75)

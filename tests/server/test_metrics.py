@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import uvloop
 from transformers import AutoModelForCausalLM
 
 from swarm.cli.local_swarm import LOOPBACK, PeerProcess
@@ -40,7 +39,6 @@ from tests.server.conversations import (
     with_server,
 )
 from tests.server.sessions.test_stateless_requests import BACKWARD, kept
-from tests.server.test_moving import start
 from tests.swarms import run_client, run_swarm
 from tests.zoo import make_checkpoint
 
@@ -169,33 +167,6 @@ def test_a_server_counts_what_a_client_generates(tmp_path: Path) -> None:
     assert 0 < pushed <= 12
     assert told("sent_bytes_total") >= (18 + pushed) * token
     assert value(readings, "process_resident_memory_bytes") > 1e8
-
-
-@pytest.mark.slow
-def test_a_move_is_counted(tmp_path: Path) -> None:
-    folder = str(make_checkpoint("llama", tmp_path / "model"))
-
-    async def told(server: Server, name: str, **labels: str) -> float:
-        assert server._metrics is not None
-        readings = await asyncio.to_thread(read, server._metrics.url)
-        return value(readings, f"swarm_server_{name}", **labels) or 0.0
-
-    async def scenario() -> None:
-        keeper = await start(folder, "0:4")
-        address = await keeper.peer.visible_addresses()
-        tail = await start(folder, "4:6", address)
-        spare = await start(folder, "2", address, metrics=MetricsAddress("127.0.0.1", 0))
-        before = [await told(spare, name) for name in ("span_start_block", "span_end_block")]
-        assert before == [spare.span.start, spare.span.end]
-        await tail.stop()
-        async with asyncio.timeout(PATIENCE):
-            while not await told(spare, "rebalances_total", reason="gap", outcome="moved"):
-                await asyncio.sleep(0.1)
-        assert [await told(spare, name) for name in ("span_start_block", "span_end_block")] == [4, 6]
-        await spare.stop()
-        await keeper.stop()
-
-    uvloop.run(scenario())
 
 
 def test_a_port_that_is_taken_is_told_before_anything_is_loaded() -> None:

@@ -13,7 +13,6 @@ from swarm.models.checkpoints.checkpoint import open_checkpoint
 from swarm.models.exits.model_head import head_bytes
 from swarm.models.exits.trained_exits import BaseModel, ExitLens, TrainedExits
 from swarm.models.flash import planned_blocks
-from swarm.models.flash.block_plan import RecordKind
 from swarm.models.loading.flash_loading import load_flash_span
 from swarm.server import memory_budget
 from swarm.server.config import BlocksOption, ExitsOption, ServerConfig
@@ -100,30 +99,6 @@ def test_a_graphics_card_is_used_without_flash(resolve, weights, monkeypatch):
     assert resolve(weights // 2, "auto", quant="none").flash is None
     with pytest.raises(InvalidOption, match="on a CPU only, not on cuda; add --device cpu"):
         resolve(weights // 2, flash=FlashOption(memory=weights // 4))
-
-
-def test_dense_blocks_before_the_mixtures(resolve, tmp_path):
-    """deepseek_v3: four dense blocks here, two mixtures that are more than twice as large."""
-    model = zoo.make_checkpoint("deepseek_v3", tmp_path / "model")
-    dense, mixture = 46_000, 134_000
-    config = resolve(3 * dense, "4:6", model=str(model), quant="none", cache_dir=tmp_path)
-    assert [one.plan.kind for one in config.flash.footprint.blocks] == [RecordKind.BLOCK] * 4 + [RecordKind.EXPERTS] * 2
-    config.flash.check_fits(Span(4, 6))
-    assert resolve(3 * dense, "0:2", model=str(model), quant="none", cache_dir=tmp_path).flash is None
-    across = resolve(2 * mixture, "6", model=str(model), quant="none", cache_dir=tmp_path)
-    across.flash.check_fits(Span(0, 6))
-    # As many blocks as pay wherever they lie: fewer mixtures than dense blocks.
-    budget = resolve(
-        10**6, "auto", model=str(model), flash=FlashOption(memory=dense + mixture), cache_dir=tmp_path
-    ).flash
-    count = budget.blocks_that_fit()
-    assert 2 <= count < 6
-    for span in budget.windows(count):
-        model_on_flash = load_flash_span(
-            open_checkpoint(model), span, dtype=torch.float32, options=budget.options(span)
-        )
-        assert model_on_flash.flash.weight_bytes <= dense + mixture
-        model_on_flash.flash.close()
 
 
 def test_what_exits_need_is_charged(resolve, folder, weights, tmp_path):

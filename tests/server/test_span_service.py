@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,6 @@ from swarm.models.adapters import adapter_files
 from swarm.models.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from swarm.models.checkpoints.footprint import memory_footprint
 from swarm.models.exits.model_head import ModelHead, head_bytes
-from swarm.models.exits.trained_exits import BaseModel, ExitClassifier, ExitLens, StoredExits, TrainedExits
 from swarm.models.flash.files.block_files import PackedModel
 from swarm.models.flash.files.inventory import remove_stored, stored_models
 from swarm.models.loading.flash_preparation import plan_for_flash
@@ -97,33 +95,6 @@ def test_exits_are_offered_where_the_span_has_them(checkpoint):
     assert [piece.span for piece in service.model.pieces()] == [Span(1, 2), Span(2, 3), Span(3, 4)]
     assert isinstance(service.exits.head, ModelHead)
     assert service.exits.head_bytes == head_bytes(checkpoint, torch.float32)
-
-
-@pytest.mark.slow
-def test_lenses_are_loaded_for_the_exits_of_the_span(checkpoint, tmp_path, monkeypatch):
-    base = BaseModel(checkpoint.name, checkpoint.revision, HIDDEN, checkpoint.blocks)
-    lenses = {block: ExitLens(torch.eye(HIDDEN), torch.zeros(HIDDEN)) for block in range(1, 6)}
-    TrainedExits(base, lenses, {2: ExitClassifier(torch.zeros(HIDDEN), torch.zeros(1))}).save(tmp_path)
-    config = replace(resolved(checkpoint, exits=ExitsOption((1, 2, 3))), trained_exits=StoredExits.open(tmp_path, base))
-
-    async def scenario() -> None:
-        compute_thread = ComputeThread()
-        try:
-            service = await SpanService.load(config, SPAN, MemoryNetwork(MemoryHub(), "server"), compute_thread)
-        finally:
-            compute_thread.close()
-        assert list(service.exits.trained.lenses) == [2, 3]
-        assert service.exits.confidences == ("similarity", "softmax", "classifier")
-
-    asyncio.run(scenario())
-
-    def never(*args, **kwargs):
-        raise AssertionError("the weights were read")
-
-    monkeypatch.setattr(span_service_module, "load_span", never)
-    TrainedExits(base, {2: ExitLens(torch.eye(HIDDEN), torch.full((HIDDEN,), torch.nan))}).save(tmp_path)
-    with pytest.raises(AdapterError, match="holds NaN"):
-        asyncio.run(scenario())
 
 
 def test_what_the_server_was_started_with_is_found_by_its_digest(checkpoint, tmp_path):

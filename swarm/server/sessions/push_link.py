@@ -44,8 +44,8 @@ PER_S = 1.0
 """Unknown peers that a client may name at once, and then every second."""
 
 KNOWN_COST = 1 / 16
-"""What a peer costs that is known, or being dialed for this client, in unknown ones. A client may have 256 sessions,
-each with one link: a gateway opens them all anew, to a few servers, when a server before those leaves."""
+"""What a dial costs, in dials of unknown peers, if the peer is known or being dialed for this client. A gateway may
+have 256 sessions, each with one link, and opens all links again when a server leaves."""
 
 KNOWN_S = 600.0
 """How long a peer that was reached counts as known, if dialing it does not fail before."""
@@ -174,8 +174,8 @@ class DialBudget:
             self._reached.popitem(last=False)
 
     def note_failed(self, peer_id: str) -> None:
-        """The peer cannot be reached, so that it is known no longer. Otherwise a client could have many dialed that it
-        has taken away meanwhile."""
+        """The peer cannot be reached, so it is no longer known. Otherwise a client could take peers away and have them
+        dialed for little."""
         self._reached.pop(peer_id, None)
 
     def _pending_in_all(self) -> int:
@@ -183,7 +183,7 @@ class DialBudget:
 
 
 class Dial:
-    """One dial that was begun. It has to end once, whatever comes of it; only the first end counts."""
+    """One dial. It has to be ended; only the first end counts."""
 
     def __init__(self, budget: DialBudget, client: str, peer_id: str, is_pending: bool) -> None:
         self._budget: DialBudget | None = budget

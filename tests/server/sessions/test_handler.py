@@ -9,12 +9,9 @@ import torch
 
 from swarm.common.version import VERSION
 from swarm.data_structures import Span, WireFormat
-from swarm.models.checkpoints.checkpoint import open_checkpoint
-from swarm.models.loading.span_loading import load_span
 from swarm.protocol import messages
 from swarm.protocol.compression import decode_tensor, encode_tensor
 from swarm.protocol.framing import MAX_HEADER_BYTES
-from tests import zoo
 from tests.server.conversations import (
     CPU,
     FORWARD,
@@ -23,7 +20,6 @@ from tests.server.conversations import (
     PATIENCE,
     SPAN,
     STEP,
-    alone,
     assert_close,
     beside_good_client,
     bytes_of,
@@ -242,19 +238,6 @@ def test_a_lost_reply_is_sent_again_and_not_computed_again(model, monkeypatch):
     scenario(model, act)
 
 
-@beside_good_client()
-async def test_the_same_step_through_two_connections_at_once_is_computed_once(server):
-    one = await (await server.client()).begin()
-    two = await server.client()
-    await two.ask(OPEN)
-    payload = encode_tensor(random(1, 7), WireFormat.NONE)
-    first, second = await asyncio.gather(one.ask(STEP, payload), two.ask(STEP, payload))
-    assert isinstance(first[0], messages.StepReply)
-    assert first == second
-    one.history, one.steps = torch.cat([one.history, random(1, 7)]), 2
-    await one.right_step()
-
-
 @with_server()
 async def test_a_leaving_server(server):
     """It takes on nothing new, but goes on with what it has begun; in the end it refuses that, too."""
@@ -400,25 +383,6 @@ async def test_a_step_number_is_not_answered_for_another_step(server):
     assert refused.code == "wrong_position"
     again, same = await client.ask(STEP, encode_tensor(first, WireFormat.NONE))
     assert (again, same) == (reply, payload)
-
-
-def test_positions_beyond_a_table_are_refused(tmp_path):
-    folder = zoo.make_checkpoint("gptj", tmp_path)
-    model = load_span(open_checkpoint(folder), SPAN, dtype=torch.float32, device=CPU)
-    limit = model.positions
-    assert limit is not None
-
-    async def act(server):
-        client = await server.client()
-        hidden = torch.zeros(1, model.hidden_size)
-        forward = changed(FORWARD, counts=[1], offsets=[limit - 1])
-        reply, _ = await client.ask(forward, encode_tensor(hidden, WireFormat.NONE))
-        assert isinstance(reply, messages.ForwardReply)
-        refused, _ = await client.ask(changed(forward, offsets=[limit]), encode_tensor(hidden, WireFormat.NONE))
-        assert isinstance(refused, messages.Refusal)
-        assert refused.code == "too_long"
-
-    alone(model, act, capacity=2 * limit)
 
 
 @pytest.mark.parametrize(("sent", "wanted"), [(0, 1), (5000, 0), (1, messages.MAX_PROBE_BYTES)])

@@ -16,7 +16,7 @@ from swarm.data_structures import Span, WireFormat
 from swarm.errors import CacheFull, UnknownSession, WrongSpan
 from swarm.server.memory import IDLE_AFTER_S, MAKE_ROOM_PERIOD_S
 from swarm.server.sessions import session_table
-from swarm.server.sessions.session import LINK_TIMEOUT_S, Session, SessionTerms
+from swarm.server.sessions.session import Session, SessionTerms
 from swarm.server.sessions.session_table import (
     IDLE_TIMEOUT_S,
     RECONNECT_TIMEOUT_S,
@@ -24,8 +24,6 @@ from swarm.server.sessions.session_table import (
 )
 from tests import virtual_time
 from tests.async_tests import as_test
-
-virtual = as_test(virtual_time.run)
 
 CAPACITY = 100
 T = TypeVar("T")
@@ -274,68 +272,6 @@ def test_a_forgotten_session_has_no_part_in_its_successor(sessions):
     reserve(sessions, new, 1)
     sessions.close(old)
     assert (len(sessions), sessions.free) == (1, 90)
-
-
-class FakeLink:
-    closed = False
-
-    def close(self) -> None:
-        self.closed = True
-
-
-@pytest.mark.parametrize("end", ["close", "clear", "expire", "unlink"])
-def test_the_link_of_a_session_ends_with_it(sessions, clock, end):
-    one: Any = opened(sessions, session())
-    link = one.push_link = FakeLink()
-    if end == "unlink":
-        one.close_push_link()
-    elif end == "clear":
-        sessions.clear()
-    elif end == "close":
-        sessions.close(one)
-    else:
-        sessions.detach(one)
-        clock.now += RECONNECT_TIMEOUT_S + 1
-        sessions.expire()
-    assert link.closed
-    assert one.push_link is None
-
-
-@virtual()
-async def test_who_may_push(sessions):
-    loop = asyncio.get_running_loop()
-    mine, theirs = opened(sessions, session(peer="me")), opened(sessions, session(peer="them"))
-    mine.allow_push_from("before")
-    number = mine.terms.session_id
-    assert await sessions.find_for_push("before", "me", number) is mine
-    for previous, client, session_id in [
-        ("other", "me", number),
-        ("before", "them", number),
-        ("me", "me", number),
-        ("before", "nobody", number),
-        ("before", "me", bytes(15) + b"x"),
-    ]:
-        began = loop.time()
-        with pytest.raises(UnknownSession, match="no session here into which this peer may push"):
-            await sessions.find_for_push(previous, client, session_id)
-        assert loop.time() - began <= LINK_TIMEOUT_S
-    sessions.close(mine)
-    with pytest.raises(UnknownSession):
-        await sessions.find_for_push("before", "me", number)
-    assert theirs.previous_peer is None
-
-
-@virtual()
-async def test_a_push_waits_for_its_link_through_others(sessions):
-    loop = asyncio.get_running_loop()
-    one = opened(sessions, session())
-    pushing = asyncio.create_task(sessions.find_for_push("third", "peer", one.terms.session_id))
-    for name in ("first", "second", "third"):
-        await asyncio.sleep(LINK_TIMEOUT_S / 4)
-        assert not pushing.done()
-        one.allow_push_from(name)
-    assert await pushing is one
-    assert loop.time() == pytest.approx(LINK_TIMEOUT_S * 3 / 4)
 
 
 def test_the_newest_connection_is_the_clients(sessions):
