@@ -25,7 +25,8 @@ def as_test(run: Callable[..., None], *provided: str, fixtures: tuple[str, ...] 
             names = [one.name for one in own]
 
             @functools.wraps(test)
-            def whole(**values: Any) -> None:
+            def whole(*positional: Any, **values: Any) -> None:  # hypothesis passes what it draws by position
+                values.update(zip(names, positional, strict=False))
                 given = {name: values[name] for name in names}
                 run(*(values[name] for name in fixtures), functools.partial(test, **given), *arguments, **options)
 

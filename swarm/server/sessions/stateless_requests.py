@@ -72,11 +72,11 @@ class StatelessRequests:
                 layout,
                 payload,
                 message.format,
-                message.gradient_format,
+                message.reply_format,
                 message.dtype,
             )
         )
-        reply = messages.BackwardReply(message.gradient_format, self._dtype, result.milliseconds)
+        reply = messages.BackwardReply(message.reply_format, self._dtype, result.milliseconds)
         return reply, result.payload
 
     async def store_adapters(self, peer: str, message: messages.PutAdapters, payload: Bytes) -> messages.AdaptersStored:

@@ -124,7 +124,7 @@ async def test_forwards_and_backwards_with_an_adapter(server, model):
 async def test_gradients_in_every_format(server, model, wire):
     client = await server.client()
     hidden, ends = random(3), random(3, 9)
-    request = changed(BACKWARD, format=wire, gradient_format=wire)
+    request = changed(BACKWARD, format=wire, reply_format=wire)
     reply, payload = await client.ask(request, packed(hidden, wire=wire) + packed(ends, wire=wire))
     assert reply.format is wire
     found = decode_tensor(payload, 3, HIDDEN, wire, reply.dtype, CPU)
@@ -232,7 +232,7 @@ async def test_backwards_that_are_wrong(server):
     bad[1, 1] = float("nan")
     for tensors in ((inputs, ends[:2]), (inputs[:2], ends), (inputs,), (inputs, ends, ends)):
         await client.refused("wrong_shape", BACKWARD, packed(*tensors))
-    await client.refused("wrong_shape", changed(BACKWARD, gradient_format=WireFormat.FLOAT16), packed(inputs, ends))
+    await client.refused("wrong_shape", changed(BACKWARD, reply_format=WireFormat.FLOAT16), packed(inputs, ends))
     await client.refused("wrong_shape", changed(BACKWARD, offsets=[1]), packed(inputs, ends))
     assert "gradients" in await client.refused("not_finite", BACKWARD, packed(inputs, bad))
     assert "hidden" in await client.refused("not_finite", BACKWARD, packed(bad, ends))
