@@ -27,7 +27,7 @@ from swarm.errors import PeerLost
 from swarm.protocol import messages
 from swarm.server.config import ServerConfig
 from swarm.server.lifecycle import Server
-from swarm.server.throughput.throughput_option import ThroughputOption
+from swarm.server.throughput.throughput_cache import ThroughputOption
 from swarm.transport.dht.records import Record, sign, subkey_of
 from swarm.transport.p2p import P2PConfig, Peer
 from swarm.transport.stream import Stream

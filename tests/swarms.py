@@ -28,7 +28,7 @@ from swarm.membership.invite import Invite
 from swarm.models.checkpoints.checkpoint import open_checkpoint
 from swarm.models.checkpoints.known_digests import encode_digest_file, write_digest_file
 from swarm.server.config import BlocksOption, ServerConfig
-from swarm.server.throughput.throughput_option import ThroughputOption
+from swarm.server.throughput.throughput_cache import ThroughputOption
 from swarm.transport.p2p import P2PConfig
 from tests.server_caches import CachedSession
 

@@ -22,8 +22,8 @@ from swarm.errors import PeerTimeout
 from swarm.models.checkpoints.checkpoint import DEMO_FOLDER
 from swarm.protocol import messages
 from swarm.routing.peer_health import PeerFailure, PeerHealth
-from swarm.server.sessions.pushing.push_link import MIN_BYTES_PER_S, PUSH_TIMEOUT_S
-from swarm.server.throughput.throughput_option import ThroughputOption
+from swarm.server.sessions.push_link import MIN_BYTES_PER_S, PUSH_TIMEOUT_S
+from swarm.server.throughput.throughput_cache import ThroughputOption
 from tests import bad_peers
 from tests.bad_peers import (
     Forger,

@@ -13,7 +13,7 @@ from swarm.errors import MissingBlocks
 from swarm.models.flash.files.block_files import FOLDER_NAME
 from swarm.models.flash.files.inventory import stored_models
 from swarm.server.flash_budget import FlashOption
-from swarm.server.throughput.throughput_option import ThroughputOption
+from swarm.server.throughput.throughput_cache import ThroughputOption
 from tests import zoo
 from tests.swarms import run_client, run_swarm
 

@@ -24,7 +24,7 @@ from swarm.client.hops.hop_session import HopSession
 from swarm.client.session import InferenceSession
 from swarm.errors import MissingBlocks
 from swarm.models.checkpoints.checkpoint import DEMO_FOLDER
-from swarm.server.throughput.throughput_option import ThroughputOption
+from swarm.server.throughput.throughput_cache import ThroughputOption
 from tests.disturbances import Before, Event, demo_prompt, demo_text, dripping, greedy, holder, write
 from tests.slow import slow_except
 from tests.swarms import ServerProcess, TestSwarm, run_client, run_swarm

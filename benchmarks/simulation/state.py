@@ -186,9 +186,7 @@ class SimulatedDirectory:
         if self._snapshot is None:
             starts, ends, rates, online, mobility = self._table.columns()
             peers = tuple(self._infos[row].peer_id for row in self._table.rows.tolist())
-            self._snapshot = PlacementSnapshot(
-                peers, starts, ends, rates, online, mobility, ends - starts, rates, self._blocks
-            )
+            self._snapshot = PlacementSnapshot(peers, starts, ends, rates, online, mobility, self._blocks)
         return self._snapshot
 
     def _next_visible_time(self, now: float) -> float:

@@ -176,8 +176,7 @@ def _server_config(options: Mapping[str, Any], peers: tuple[str, ...]) -> Server
     from swarm.metrics.endpoint import MetricsAddress
     from swarm.server.config import BlocksOption, ExitsOption, ServerConfig, WeightsOption
     from swarm.server.flash_budget import FlashOption
-    from swarm.server.throughput.throughput_cache import default_path
-    from swarm.server.throughput.throughput_option import ThroughputOption
+    from swarm.server.throughput.throughput_cache import ThroughputOption, default_path
     from swarm.transport.p2p import P2PConfig
 
     return ServerConfig(

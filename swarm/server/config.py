@@ -9,7 +9,7 @@ from swarm.data_structures import Span
 from swarm.errors import InvalidOption, InvalidSpan
 from swarm.metrics.endpoint import MetricsAddress
 from swarm.server.flash_budget import FlashOption
-from swarm.server.throughput.throughput_option import ThroughputOption
+from swarm.server.throughput.throughput_cache import ThroughputOption
 from swarm.transport.p2p import P2PConfig
 
 UPDATE_PERIOD_S = 30.0

@@ -136,8 +136,7 @@ class Server:
         config = await self._compute_thread.run(resolve_config, options, self._weights.checkpoint)
         checkpoint = config.checkpoint
 
-        # 3. The network, if the files have not come from there: other peers may get weights from here, and they say
-        # how they reach this server.
+        # 3. The network, if the files have not come from there. Other peers may get weights from here.
         self._peer = await self._join()
         self._sharing = WeightSharing(options, checkpoint, lambda: self._is_busy)
         await self._peer.serve_weights(self._sharing.serve)

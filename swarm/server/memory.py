@@ -244,8 +244,8 @@ class HeldCache(Generic[S]):
 def choose_leaving(held: Sequence[HeldCache[S]], peer: str, needed: int, wanted: int, kept: float) -> list[S]:
     """The sessions to ask to leave when `peer` needs cache, or none if that would not be enough. Pure.
 
-    A client keeps all that it has sent, and fills another server's cache with it, or this one's again later. So a
-    session that is asked to leave loses time, and nothing else. Sessions are asked in this order:
+    A session that is asked to leave loses only time: its client keeps all that it has sent, and replays it elsewhere.
+    Sessions are asked in this order:
 
     1. Idle sessions, the longest idle first.
     2. If the asking peer stays within what every peer keeps: sessions of peers that hold more, the longest idle first.

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from swarm.errors import NotFiniteOutputs
-from swarm.server.throughput.throughput_option import ThroughputOption
+from swarm.server.throughput.throughput_cache import ThroughputOption
 from tests import zoo
 from tests.swarms import run_client, run_swarm
 from tests.waiting import wait_until

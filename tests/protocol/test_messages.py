@@ -118,7 +118,7 @@ CLIENT_MESSAGES: dict[type, st.SearchStrategy[messages.ClientMessage]] = {
         counts=sequences,
         format=formats,
         dtype=names,
-        gradient_format=formats,
+        reply_format=formats,
         offsets=st.none() | sequences,
         adapters=digests,
     ),

@@ -27,6 +27,7 @@ from swarm.server.sessions.request_validation import RequestLimits
 from swarm.server.sessions.session import Session
 from swarm.server.sessions.session_table import SessionTable
 from tests import virtual_time, zoo
+from tests.async_tests import as_test
 from tests.memory_hub import MemoryHub, MemoryNetwork
 from tests.virtual_time import InlineRuntime
 
@@ -221,6 +222,11 @@ def on_virtual_time(model: SpanModel, act: Act, seconds: float = 0.0, **options:
         await server.stop()
 
     virtual_time.run(whole)
+
+
+beside_good_client, with_server, in_virtual_time = (
+    as_test(run, "server", fixtures=("model",)) for run in (scenario, alone, on_virtual_time)
+)
 
 
 def bytes_of(tokens: int, wire: WireFormat = WireFormat.NONE) -> bytes:

@@ -72,14 +72,3 @@ def test_a_session_that_was_asked_to_leave_goes_on_elsewhere(folder, expected, o
 
         assert write(model, PROMPT, NEW, {30: note, 40: comes(swarm, others), NEW: note}) == expected
         assert used[0] != used[1]
-
-
-def test_where_there_is_no_other_server_it_goes_on_there_later(folder, expected, others):
-    with run(folder, 1) as swarm, run_client(swarm, wait_for_blocks=60.0) as model, others:
-        come = comes(swarm, others)
-
-        def come_and_go(session: InferenceSession) -> None:
-            come(session)
-            others.close()
-
-        assert write(model, PROMPT, NEW, {40: come_and_go}) == expected

@@ -1,23 +1,13 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from swarm.data_structures import Span
-from swarm.errors import InvalidOption, InvalidSpan, UsageError
+from swarm.errors import InvalidOption, InvalidSpan
 from swarm.server.config import BlocksOption
 
 
 def test_auto():
     assert BlocksOption.parse("auto") == BlocksOption(None, None)
-
-
-@given(st.integers(0, 10**6), st.integers(1, 10**6))
-@settings(deadline=None)
-def test_a_span_or_a_count(start, length):
-    assert BlocksOption.parse(f"{start}:{start + length}") == BlocksOption(span=Span(start, start + length))
-    assert BlocksOption.parse(str(length)) == BlocksOption(count=length)
 
 
 def test_no_blocks_at_all():
@@ -53,13 +43,3 @@ def test_what_cannot_be_read():
     ]:
         with pytest.raises(InvalidOption, match="START:END"):
             BlocksOption.parse(text)
-
-
-@given(st.text(max_size=12))
-@settings(deadline=None)
-def test_any_text_is_read_or_refused(text):
-    try:
-        wanted = BlocksOption.parse(text)
-    except UsageError:
-        return
-    assert wanted == BlocksOption() or (wanted.span is None) != (wanted.count is None)

@@ -13,7 +13,18 @@ from swarm.models.exits.span_exits import SpanExits
 from swarm.protocol import messages
 from swarm.protocol.compression import decode_tensor, encode_tensor
 from swarm.server.config import ExitsOption
-from tests.server.conversations import CPU, HIDDEN, OPEN, Client, assert_close, changed, make_model, random, scenario
+from tests.server.conversations import (
+    CPU,
+    HIDDEN,
+    OPEN,
+    Client,
+    assert_close,
+    beside_good_client,
+    changed,
+    make_model,
+    random,
+    scenario,
+)
 
 WITH_EXITS = changed(OPEN, early_exits=True)
 ALWAYS = messages.ExitTerms("similarity", ((2, 0.0), (3, 0.0)))
@@ -49,32 +60,28 @@ async def ask_step(client: Client, cache: SessionCache, exits=None, left=None) -
     return reply, step.exits
 
 
-def test_tokens_leave_where_their_client_lets_them(model):
-    async def act(server):
-        client, cache = await server.client(), SessionCache(model)
-        await client.ask(WITH_EXITS)
-        found = []
-        for exits, left in ((None, None), (ALWAYS, None), (None, None), (ALWAYS, [1]), (None, [1]), (ALWAYS, [0])):
-            _, left_now = await ask_step(client, cache, exits, left)
-            found.append(left_now.left[0])
-        assert found == [0, 2, 0, 1, 1, 2]
-
-    scenario(model, act)
+@beside_good_client()
+async def test_tokens_leave_where_their_client_lets_them(server, model):
+    client, cache = await server.client(), SessionCache(model)
+    await client.ask(WITH_EXITS)
+    found = []
+    for exits, left in ((None, None), (ALWAYS, None), (None, None), (ALWAYS, [1]), (None, [1]), (ALWAYS, [0])):
+        _, left_now = await ask_step(client, cache, exits, left)
+        found.append(left_now.left[0])
+    assert found == [0, 2, 0, 1, 1, 2]
 
 
-def test_terms_that_a_server_does_not_offer_are_ignored(model):
-    async def act(server):
-        client, cache = await server.client(), SessionCache(model)
-        await client.ask(WITH_EXITS)
-        for terms in (
-            messages.ExitTerms("softmax", ((2, 0.0),)),
-            messages.ExitTerms("classifier", ((2, 0.0),)),
-            messages.ExitTerms("similarity", ((1, 0.0), (4, 0.0), (99, 0.0))),
-        ):
-            reply, _ = await ask_step(client, cache, terms)
-            assert reply.left is None
-
-    scenario(model, act)
+@beside_good_client()
+async def test_terms_that_a_server_does_not_offer_are_ignored(server, model):
+    client, cache = await server.client(), SessionCache(model)
+    await client.ask(WITH_EXITS)
+    for terms in (
+        messages.ExitTerms("softmax", ((2, 0.0),)),
+        messages.ExitTerms("classifier", ((2, 0.0),)),
+        messages.ExitTerms("similarity", ((1, 0.0), (4, 0.0), (99, 0.0))),
+    ):
+        reply, _ = await ask_step(client, cache, terms)
+        assert reply.left is None
 
 
 def test_a_server_without_exits_computes_in_full_and_fills(plain):
@@ -88,44 +95,29 @@ def test_a_server_without_exits_computes_in_full_and_fills(plain):
     scenario(plain, act)
 
 
-def test_no_token_leaves_unasked(model):
-    async def act(server):
-        client = await (await server.client()).begin()
-        payload = encode_tensor(random(1), WireFormat.NONE)
-        for fields in ({"exits": ALWAYS}, {"left": [1]}, {"left": [0]}):
-            await client.refused("exit_refused", changed(client.next_step(), **fields), payload)
-        await client.right_step()
-        other = await server.client("other")
-        await other.ask(WITH_EXITS)
-        for fields in ({"left": [2]}, {"counts": [2], "exits": ALWAYS}):
-            await other.refused("exit_refused", changed(other.next_step(), **fields), payload)
-        await other.refused("wrong_shape", changed(other.next_step(), left=[0, 0]), payload)
-
-    scenario(model, act)
+@beside_good_client()
+async def test_no_token_leaves_unasked(server):
+    client = await (await server.client()).begin()
+    payload = encode_tensor(random(1), WireFormat.NONE)
+    for fields in ({"exits": ALWAYS}, {"left": [1]}, {"left": [0]}):
+        await client.refused("exit_refused", changed(client.next_step(), **fields), payload)
+    await client.right_step()
+    other = await server.client("other")
+    await other.ask(WITH_EXITS)
+    for fields in ({"left": [2]}, {"counts": [2], "exits": ALWAYS}):
+        await other.refused("exit_refused", changed(other.next_step(), **fields), payload)
+    await other.refused("wrong_shape", changed(other.next_step(), left=[0, 0]), payload)
 
 
-def test_a_reply_that_is_given_again_says_the_same(model):
-    async def act(server):
-        client = await server.client()
-        await client.ask(WITH_EXITS)
-        payload = encode_tensor(random(1), WireFormat.NONE)
-        request = changed(client.next_step(), exits=ALWAYS)
-        first = await client.ask(request, payload)
-        assert first[0].left == [2]
-        assert await client.ask(request, payload) == first
-
-    scenario(model, act)
-
-
-def test_a_part_of_the_span_has_the_exits_inside(model):
-    part, found = model.narrowed(Span(2, 4)), set()
-    for seed in range(8):
-        step = SessionCache(part).start_step(random(1, seed), StepLayout((0,), (1,)), StepExits(ALWAYS, (0,)))
-        advance_steps([(step, 1)])
-        assert step.exits is not None
-        found.add(step.exits.left[0])
-    assert 3 in found
-    assert found <= {0, 3}
+@beside_good_client()
+async def test_a_reply_that_is_given_again_says_the_same(server):
+    client = await server.client()
+    await client.ask(WITH_EXITS)
+    payload = encode_tensor(random(1), WireFormat.NONE)
+    request = changed(client.next_step(), exits=ALWAYS)
+    first = await client.ask(request, payload)
+    assert first[0].left == [2]
+    assert await client.ask(request, payload) == first
 
 
 def test_exits_that_a_span_can_offer():
@@ -155,8 +147,3 @@ def test_what_is_no_exit():
     ]:
         with pytest.raises(InvalidOption, match="use all, or numbers of blocks"):
             ExitsOption.parse(text)
-
-
-def test_an_exit_that_the_model_does_not_have():
-    with pytest.raises(InvalidOption, match="its last exit is in front of block 11"):
-        ExitsOption.parse("4,12").require_inside(12)

@@ -10,12 +10,9 @@ from typing import Any
 import pytest
 
 from swarm.data_structures import WireFormat
-from swarm.models.execution.span_model import SpanModel
-from swarm.models.execution.strategy import PADDED
 from swarm.protocol import messages
 from swarm.protocol.compression import encode_tensor
-from swarm.server.memory import MAKE_ROOM_PERIOD_S
-from swarm.server.sessions.pushing.push_link import MIN_BYTES_PER_S, PUSH_TIMEOUT_S
+from swarm.server.sessions.push_link import MIN_BYTES_PER_S, PUSH_TIMEOUT_S
 from swarm.server.sessions.request_validation import RequestLimits
 from swarm.server.sessions.session_table import RECONNECT_TIMEOUT_S
 from tests import memory_hub
@@ -24,26 +21,14 @@ from tests.server.conversations import (
     STEP,
     Client,
     Server,
+    beside_good_client,
     bytes_of,
     changed,
-    make_model,
-    on_virtual_time,
+    in_virtual_time,
     random,
-    scenario,
 )
 
 HOSTILE = "hostile"
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory) -> SpanModel:
-    return make_model(tmp_path_factory.mktemp("checkpoint"))
-
-
-@pytest.fixture(scope="module")
-def slow_model(tmp_path_factory) -> SpanModel:
-    model = make_model(tmp_path_factory.mktemp("checkpoint"))
-    return model.with_strategy(PADDED)
 
 
 def now() -> float:
@@ -55,13 +40,6 @@ def numbered(number: int, **changes: Any) -> messages.OpenSession:
     return changed(OPEN, session_id=number.to_bytes(16, "big"), **changes)
 
 
-async def ask_patiently(client: Client, message: Any) -> messages.ServerMessage:
-    """The answer, however long it takes."""
-    await client.stream.send(message)
-    frame = await client.stream.receive()
-    return messages.decode_server(frame.header)
-
-
 @asynccontextmanager
 async def besides(server: Server) -> AsyncIterator[Client]:
     """Another client, which works and goes on working."""
@@ -71,188 +49,31 @@ async def besides(server: Server) -> AsyncIterator[Client]:
     await good.right_step(2)
 
 
-@pytest.mark.parametrize("packed", [True, False], ids=["packed", "rectangles"])
-def test_a_step_larger_than_the_budget_is_right_all_the_same(model, slow_model, packed):
-    async def act(server):
-        client = await server.client()
-        await client.ask(changed(OPEN, max_length=40))
-        await client.right_step(30)
-        await client.right_step()
-        await client.refused("too_long", changed(STEP, step=2, starts=[0], counts=[33]), bytes_of(33))
-        await client.right_step(9)
-
-    scenario(model if packed else slow_model, act, budget=7, step_tokens=32)
-
-
-def test_more_lanes_than_the_cache_has_room_for(model):
-    """Lanes are sessions: those that have room work, the others are told how much there is."""
-
-    async def act(server):
-        lanes = [await server.client() for _ in range(8)]
-        for number, lane in enumerate(lanes):
-            if number < 6:
-                await lane.begin(numbered(number))
-            else:
-                text = await lane.refused("cache_full", numbered(number))
-                assert "8 tokens of attention cache are needed and 0 of 56 are free" in text
-        text = await lanes[6].refused("cache_full", numbered(6, sequences=3))
-        assert "24 tokens" in text
-        for lane in lanes[:6]:
-            await lane.right_step()
-        await lanes[0].stream.send(messages.CloseSession())
-        await lanes[0].is_over()
-        await lanes[6].begin(numbered(6))
-
-    scenario(model, act, capacity=56)
-
-
-@pytest.mark.parametrize("rows", [1, 2])
-def test_rows_are_reserved_with_the_opening(model, rows):
-    async def act(server):
-        client = await server.client()
-        await client.refused("cache_full", changed(OPEN, sequences=8 + rows))
-        await client.begin(changed(OPEN, sequences=rows))
-        assert server.sessions.free == 64 - 8 - 8 * rows
-        await client.refused("cache_full", changed(STEP, starts=[2] + [0] * 7, counts=[1] * 8), bytes_of(8))
-        await client.right_step()
-
-    scenario(model, act)
-
-
-@pytest.mark.parametrize("end", ["closes", "disconnects", "gives up"])
-def test_who_waits_for_room_gets_what_another_client_leaves(model, end):
-    async def act(server):
-        server.sessions._now = asyncio.get_running_loop().time
-        async with besides(server):
-            holder = await (await server.client("holder")).begin(changed(OPEN, sequences=6))
-            client = await server.client()
-            text = await client.refused("cache_full", changed(OPEN, sequences=4))
-            assert "32 tokens of attention cache are needed and 8 of 64 are free" in text
-            began = now()
-            asking = asyncio.create_task(ask_patiently(client, changed(OPEN, sequences=4, wait_timeout_s=60.0)))
-            await asyncio.sleep(5)
-            assert not asking.done()
-            if end == "gives up":
-                await holder.right_step()
-                reply = await asking
-                assert isinstance(reply, messages.Refusal)
-                assert reply.code == "cache_full"
-                assert now() - began == pytest.approx(60)
-                await holder.right_step()
-                assert server.sessions.free == 8
-                return
-            if end == "closes":
-                await holder.stream.send(messages.CloseSession())
-            else:
-                holder.stream.close()
-            assert await asking == messages.SessionOpened(0)
-            assert now() - began <= 5 + (0 if end == "closes" else RECONNECT_TIMEOUT_S + MAKE_ROOM_PERIOD_S) + 0.1
-            await client.right_step()
-
-    on_virtual_time(model, act)
-
-
-def test_a_step_with_more_rows_may_wait_for_room_too(model):
-    async def act(server):
-        async with besides(server):
-            holder = await (await server.client("holder")).begin(changed(OPEN, sequences=5))
-            client = await (await server.client()).begin(changed(OPEN, wait_timeout_s=20.0))
-            step = changed(STEP, starts=[2, 0, 0], counts=[1, 1, 1])
-            asking = asyncio.create_task(client.ask(step, bytes_of(3)))
-            await asyncio.sleep(3)
-            await holder.stream.send(messages.CloseSession())
-            reply, _ = await asking
-            assert isinstance(reply, messages.StepReply)
-            assert (now(), server.sessions.free) == (pytest.approx(3), 64 - 8 - 24)
-
-    on_virtual_time(model, act)
-
-
-def test_a_server_that_leaves_sends_those_away_who_wait_for_room(model):
-    async def act(server):
-        await (await server.client("holder")).begin(changed(OPEN, sequences=7))
-        client = await server.client()
-        asking = asyncio.create_task(client.ask(changed(OPEN, sequences=4, wait_timeout_s=60.0)))
-        await asyncio.sleep(5)
-        server.handler.closing = True
-        reply, _ = await asking
-        assert isinstance(reply, messages.Refusal)
-        assert (reply.code, now()) == ("server_closing", 5)
-        await server.handler.idle()
-        assert len(server.sessions) == 1
-
-    on_virtual_time(model, act)
-
-
-def test_a_thousand_sessions_at_once(model):
+@beside_good_client(capacity=2048, peer_share=0.75)
+async def test_a_thousand_sessions_at_once(server):
     """Each on a stream of its own, all of them open."""
-
-    async def act(server):
-        streams, opened, refusals = [], 0, set()
-        for number in range(1000):
-            client = await server.client()
-            streams.append(client.stream)
-            await client.stream.send(numbered(number))
-            reply, _ = await client.hear()
-            opened += isinstance(reply, messages.SessionOpened)
-            if isinstance(reply, messages.Refusal):
-                refusals.add(reply.code)
-        assert opened == min(RequestLimits().streams, messages.MAX_PEER_SESSIONS, 2048 * 3 // 4 // 8)
-        assert refusals == {"cache_full"}  # the server is well: whoever asks has too much of it
-        assert len(server.sessions) == opened + 1
-        assert sum(map(len, server.handler._streams.values())) <= RequestLimits().streams + 1
-        other = await (await server.client("a third one")).begin()
-        for stream in streams:
-            stream.close()
-        await server.until(lambda: HOSTILE not in server.handler._streams)
-        server.now += RECONNECT_TIMEOUT_S + 1
-        server.sessions.expire()
-        assert (len(server.sessions), server.sessions.free) == (2, 2048 - 2 * 8)
-        await other.right_step()
-        await (await server.client()).begin()
-
-    scenario(model, act, capacity=2048, peer_share=0.75)
-
-
-@pytest.mark.parametrize("capacity", [1024, 1 << 16])
-def test_a_thousand_sessions_one_after_the_other_none_of_them_closed(model, capacity):
-    async def act(server):
-        opened = 0
-        for number in range(1000):
-            client = await server.client()
-            reply, _ = await client.ask(numbered(number))
-            opened += isinstance(reply, messages.SessionOpened)
-            assert isinstance(reply, messages.SessionOpened) or reply.code == "cache_full"
-            client.stream.close()
-        assert opened == min(messages.MAX_PEER_SESSIONS, capacity * 3 // 4 // 8)
-        await server.until(lambda: HOSTILE not in server.handler._streams)
-        await (await server.client("a third one")).begin()
-        server.now += RECONNECT_TIMEOUT_S + 1
-        server.sessions.expire()
-        assert server.sessions.free == capacity - 8 * len(server.sessions) >= capacity - 2 * 8
-        await (await server.client()).begin()
-
-    scenario(model, act, capacity=capacity, peer_share=0.75)
-
-
-def test_a_line_of_waiting_clients_is_no_way_around_the_limits(model):
-    """One peer's many requests for more than it may have do not keep others from what is free."""
-
-    async def act(server):
-        async with besides(server):
-            clients = [await server.client() for _ in range(40)]
-            asking = [
-                asyncio.create_task(ask_patiently(client, numbered(number, wait_timeout_s=60.0)))
-                for number, client in enumerate(clients)
-            ]
-            await asyncio.sleep(1)
-            assert sum(task.done() for task in asking) == 6  # 48 of 64 tokens
-            await (await server.client("a third one")).begin()
-            replies = await asyncio.gather(*asking)
-            assert sum(isinstance(reply, messages.Refusal) for reply in replies) == 34
-            assert now() == pytest.approx(60)
-
-    on_virtual_time(model, act, peer_share=0.75)
+    streams, opened, refusals = [], 0, set()
+    for number in range(1000):
+        client = await server.client()
+        streams.append(client.stream)
+        await client.stream.send(numbered(number))
+        reply, _ = await client.hear()
+        opened += isinstance(reply, messages.SessionOpened)
+        if isinstance(reply, messages.Refusal):
+            refusals.add(reply.code)
+    assert opened == min(RequestLimits().streams, messages.MAX_PEER_SESSIONS, 2048 * 3 // 4 // 8)
+    assert refusals == {"cache_full"}  # the server is well: whoever asks has too much of it
+    assert len(server.sessions) == opened + 1
+    assert sum(map(len, server.handler._streams.values())) <= RequestLimits().streams + 1
+    other = await (await server.client("a third one")).begin()
+    for stream in streams:
+        stream.close()
+    await server.until(lambda: HOSTILE not in server.handler._streams)
+    server.now += RECONNECT_TIMEOUT_S + 1
+    server.sessions.expire()
+    assert (len(server.sessions), server.sessions.free) == (2, 2048 - 2 * 8)
+    await other.right_step()
+    await (await server.client()).begin()
 
 
 @pytest.fixture
@@ -282,129 +103,104 @@ async def ask_on(client: Client, steps: int, tokens: int = 16) -> None:
         await client.stream.send(step, encode_tensor(random(tokens, number), WireFormat.NONE))
 
 
-def test_a_client_that_reads_no_answers(model, small_window):
-    async def act(server):
-        server.sessions._now = asyncio.get_running_loop().time
-        async with besides(server) as good:
-            client = await server.client()
-            await client.ask(changed(OPEN, max_length=16))
-            session = server.session()
-            await ask_on(client, 100)
-            server.hub.hang(HOSTILE)
-            begun = session.next_step
-            for _ in range(3):
-                await good.right_step()
-                await asyncio.sleep(0.1)
-            assert session.next_step <= begun + 2 < 100  # its stream stands still
-            assert 0 < owed(server) <= small_window + FRAME
-            assert session.attached == 1
-            await asyncio.sleep(DEADLINE)
-            assert (session.attached, session.client) == (0, None)
-            assert HOSTILE not in server.handler._streams
-            await server.handler.idle()
-            await asyncio.sleep(RECONNECT_TIMEOUT_S + 1)
-            server.sessions.expire()
-            assert len(server.sessions) == 1
-
-    on_virtual_time(model, act)
+@in_virtual_time()
+async def test_a_client_that_reads_no_answers(server, small_window):
+    server.sessions._now = asyncio.get_running_loop().time
+    async with besides(server) as good:
+        client = await server.client()
+        await client.ask(changed(OPEN, max_length=16))
+        session = server.session()
+        await ask_on(client, 100)
+        server.hub.hang(HOSTILE)
+        begun = session.next_step
+        for _ in range(3):
+            await good.right_step()
+            await asyncio.sleep(0.1)
+        assert session.next_step <= begun + 2 < 100  # its stream stands still
+        assert 0 < owed(server) <= small_window + FRAME
+        assert session.attached == 1
+        await asyncio.sleep(DEADLINE)
+        assert (session.attached, session.client) == (0, None)
+        assert HOSTILE not in server.handler._streams
+        await server.handler.idle()
+        await asyncio.sleep(RECONNECT_TIMEOUT_S + 1)
+        server.sessions.expire()
+        assert len(server.sessions) == 1
 
 
-def test_a_client_that_reads_no_answers_to_pushed_steps(model, small_window):
+@in_virtual_time()
+async def test_a_client_that_reads_no_answers_to_pushed_steps(server, small_window):
     """However many streams push, one frame at a time waits for the client; the streams stand still, then go on."""
-
-    async def act(server):
-        server.sessions._now = asyncio.get_running_loop().time
-        async with besides(server):
-            client = await server.client()
-            await client.ask(changed(OPEN, max_length=16))
-            await client.stream.send(messages.SetNeighbors("before", None, None))
-            await client.ask(messages.InfoRequest())
-            session = server.session()
-            server.hub.hang(HOSTILE)
-            pushers = [await server.client("before") for _ in range(20)]
-            for number, pusher in enumerate(pushers):
-                step = changed(STEP, step=number, starts=[0], counts=[16])
-                request = messages.PushRequest(HOSTILE, OPEN.session_id, step)
-                await pusher.stream.send(request, bytes_of(16))
-                await asyncio.sleep(0.01)
-            await asyncio.sleep(1)
-            assert session.client is not None
-            assert 0 < owed(server) <= small_window + FRAME
-            await asyncio.sleep(DEADLINE)
-            # All were computed, and the client may come back for the last answer.
-            assert (session.next_step, session.attached, session.client) == (20, 0, None)
-            assert HOSTILE not in server.handler._streams
-            await server.handler.idle()
-            server.hub.resume(HOSTILE)
-            again = await server.client()
-            assert await again.ask(changed(OPEN, max_length=16)) == (messages.SessionOpened(20), b"")
-            await pushers[0].ask(messages.InfoRequest())
-
-    on_virtual_time(model, act)
-
-
-def test_a_client_that_sends_garbage_and_reads_nothing(model, small_window):
-    async def act(server):
-        async with besides(server):
-            client = await server.client()
-            await client.ask(changed(OPEN, max_length=16))
-            await ask_on(client, 1)
-            await client.stream.send(messages.Refusal("peer_lost", "boo"))
-            server.hub.hang(HOSTILE)
-            await asyncio.sleep(2 * DEADLINE + 1)
-            assert HOSTILE not in server.handler._streams
-            await server.handler.idle()
-
-    on_virtual_time(model, act)
+    server.sessions._now = asyncio.get_running_loop().time
+    async with besides(server):
+        client = await server.client()
+        await client.ask(changed(OPEN, max_length=16))
+        await client.stream.send(messages.SetNeighbors("before", None, None))
+        await client.ask(messages.InfoRequest())
+        session = server.session()
+        server.hub.hang(HOSTILE)
+        pushers = [await server.client("before") for _ in range(20)]
+        for number, pusher in enumerate(pushers):
+            step = changed(STEP, step=number, starts=[0], counts=[16])
+            request = messages.PushRequest(HOSTILE, OPEN.session_id, step)
+            await pusher.stream.send(request, bytes_of(16))
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(1)
+        assert session.client is not None
+        assert 0 < owed(server) <= small_window + FRAME
+        await asyncio.sleep(DEADLINE)
+        # All were computed, and the client may come back for the last answer.
+        assert (session.next_step, session.attached, session.client) == (20, 0, None)
+        assert HOSTILE not in server.handler._streams
+        await server.handler.idle()
+        server.hub.resume(HOSTILE)
+        again = await server.client()
+        assert await again.ask(changed(OPEN, max_length=16)) == (messages.SessionOpened(20), b"")
+        await pushers[0].ask(messages.InfoRequest())
 
 
 @pytest.mark.parametrize("seconds", [0.0, 1.0], ids=["it waits for its answer", "it sends"])
-def test_a_server_can_leave_whoever_does_not_read(model, small_window, seconds):
-    async def act(server):
-        client = await server.client()
-        await client.ask(changed(OPEN, max_length=16))
-        await ask_on(client, 10)
-        server.hub.hang(HOSTILE)
-        await asyncio.sleep(seconds)
-        began = now()
-        server.handler.closing = True
-        await server.handler.hand_over()
-        assert now() - began <= 1.0 + 1e-6
-        server.handler.hang_up()
-        await asyncio.sleep(DEADLINE)
-        assert not server.hub.tasks  # nothing holds the blocks any more
-        await server.handler.idle()
-
-    on_virtual_time(model, act)
+@in_virtual_time()
+async def test_a_server_can_leave_whoever_does_not_read(server, small_window, seconds):
+    client = await server.client()
+    await client.ask(changed(OPEN, max_length=16))
+    await ask_on(client, 10)
+    server.hub.hang(HOSTILE)
+    await asyncio.sleep(seconds)
+    began = now()
+    server.handler.closing = True
+    await server.handler.hand_over()
+    assert now() - began <= 1.0 + 1e-6
+    server.handler.hang_up()
+    await asyncio.sleep(DEADLINE)
+    assert not server.hub.tasks  # nothing holds the blocks any more
+    await server.handler.idle()
 
 
-def test_hanging_up_ends_streams_that_nobody_uses(model):
+@in_virtual_time()
+async def test_hanging_up_ends_streams_that_nobody_uses(server):
     """Also where closing a stream does not wake its reader, because something is still unsent."""
+    client = await (await server.client()).begin()
 
-    async def act(server):
-        client = await (await server.client()).begin()
+    class Stuck:
+        peer_id = "stuck"
+        closed = False
 
-        class Stuck:
-            peer_id = "stuck"
-            closed = False
+        async def send(self, message, payload=b""):
+            pass
 
-            async def send(self, message, payload=b""):
-                pass
+        async def receive(self, limit=0, admit=None):
+            await asyncio.Event().wait()
 
-            async def receive(self, limit=0, admit=None):
-                await asyncio.Event().wait()
+        def close(self):
+            self.closed = True
 
-            def close(self):
-                self.closed = True
-
-        stuck: Any = Stuck()
-        serving = asyncio.create_task(server.handler(stuck))
-        await asyncio.sleep(1)
-        server.handler.hang_up()
-        await asyncio.wait([serving], timeout=1)
-        assert serving.cancelled()
-        assert stuck.closed
-        await client.is_over()
-        assert not server.handler._streams
-
-    on_virtual_time(model, act)
+    stuck: Any = Stuck()
+    serving = asyncio.create_task(server.handler(stuck))
+    await asyncio.sleep(1)
+    server.handler.hang_up()
+    await asyncio.wait([serving], timeout=1)
+    assert serving.cancelled()
+    assert stuck.closed
+    await client.is_over()
+    assert not server.handler._streams

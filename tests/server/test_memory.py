@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from contextlib import suppress
 
 import pytest
@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from swarm.errors import CacheFull, MemoryFull
 from swarm.server.memory import IDLE_AFTER_S, MAX_WAITING, REQUEST_BYTES, HeldCache, MemoryPool, choose_leaving
 from tests import virtual_time
+from tests.async_tests import as_test
 
 PATIENCE = 10.0
 
 
-def on_virtual_time(scenario: Callable[[], Awaitable[None]]) -> None:
-    virtual_time.run(scenario)
+virtual = as_test(virtual_time.run)
 
 
 def now() -> float:
@@ -69,181 +69,135 @@ def test_a_refusal_says_how_much_is_free_and_changes_nothing():
         MemoryPool(10 << 20, 0.5, REQUEST_BYTES).charge("a", "peer", 6 << 20)
 
 
-def test_a_large_charge_is_not_overtaken_by_smaller_ones():
-    async def scenario():
-        pool = MemoryPool(100, peer_share=1.0)
-        for name in ("x", "y", "z"):
-            pool.charge(name, name, 30)
-        line = Line(pool)
-        for name, tokens in (("large", 80), ("small", 5), ("last", 5)):
-            line.join(name, tokens)
-            await settled()
-        with pytest.raises(CacheFull, match="3 others wait"):
-            await pool.charge_or_wait("impatient", "impatient", 5, 0.0)
-        for name in ("x", "y"):
-            pool.release(name)
-            await settled()
-            assert line.granted == []  # although there is room for the small one
-        pool.release("z")
+@virtual()
+async def test_a_large_charge_is_not_overtaken_by_smaller_ones():
+    pool = MemoryPool(100, peer_share=1.0)
+    for name in ("x", "y", "z"):
+        pool.charge(name, name, 30)
+    line = Line(pool)
+    for name, tokens in (("large", 80), ("small", 5), ("last", 5)):
+        line.join(name, tokens)
         await settled()
-        assert line.granted == ["large", "small", "last"]
-
-    on_virtual_time(scenario)
+    with pytest.raises(CacheFull, match="3 others wait"):
+        await pool.charge_or_wait("impatient", "impatient", 5, 0.0)
+    for name in ("x", "y"):
+        pool.release(name)
+        await settled()
+        assert line.granted == []  # although there is room for the small one
+    pool.release("z")
+    await settled()
+    assert line.granted == ["large", "small", "last"]
 
 
-def test_peers_that_hold_least_go_first():
-    async def scenario():
-        pool = MemoryPool(100, peer_share=1.0)
-        pool.charge("all", "other", 70)
-        pool.charge("mine", "rich", 30)
-        line = Line(pool)
-        line.join("more of the same", 60, peer="rich")
-        await settled()
-        line.join("first", 60, peer="poor")
-        await settled()
-        pool.release("all")
-        await settled()
-        assert line.granted == ["first"]
-        pool.release("first")
-        await settled()
-        assert line.granted == ["first", "more of the same"]
-
-    on_virtual_time(scenario)
+@virtual()
+async def test_peers_that_hold_least_go_first():
+    pool = MemoryPool(100, peer_share=1.0)
+    pool.charge("all", "other", 70)
+    pool.charge("mine", "rich", 30)
+    line = Line(pool)
+    line.join("more of the same", 60, peer="rich")
+    await settled()
+    line.join("first", 60, peer="poor")
+    await settled()
+    pool.release("all")
+    await settled()
+    assert line.granted == ["first"]
+    pool.release("first")
+    await settled()
+    assert line.granted == ["first", "more of the same"]
 
 
 @pytest.mark.parametrize("patience", [0.0, PATIENCE])
-def test_a_peer_that_waits_for_its_own_quota_keeps_nobody_else_waiting(patience):
+@virtual()
+async def test_a_peer_that_waits_for_its_own_quota_keeps_nobody_else_waiting(patience):
     """Otherwise one peer that has taken all it may have could lock all others out of the rest."""
-
-    async def scenario():
-        pool = MemoryPool(100, peer_share=0.75)
-        pool.charge("a", "greedy", 75)
-        line = Line(pool)
-        line.join("b", 10, peer="greedy")
-        await settled()
-        await line.join("c", 20, peer="modest", patience=patience)
-        assert (line.granted, now()) == (["c"], 0)
-        pool.release("a")
-        await settled()
-        assert line.granted == ["c", "b"]
-
-    on_virtual_time(scenario)
+    pool = MemoryPool(100, peer_share=0.75)
+    pool.charge("a", "greedy", 75)
+    line = Line(pool)
+    line.join("b", 10, peer="greedy")
+    await settled()
+    await line.join("c", 20, peer="modest", patience=patience)
+    assert (line.granted, now()) == (["c"], 0)
+    pool.release("a")
+    await settled()
+    assert line.granted == ["c", "b"]
 
 
-def test_a_peer_may_have_a_bounded_number_waiting():
-    async def scenario():
-        pool = MemoryPool(100, 1.0)
-        pool.charge("all", "other", 100)
-        line = Line(pool)
-        for number in range(MAX_WAITING + 5):
-            line.join(f"{number}", 1, peer="flood")
-        line.join("modest", 1)
-        await settled()
-        assert (len(line.refused), now()) == (5, 0)
-        pool.release("all")
-        await settled()
-        assert len(line.granted) == MAX_WAITING + 1
-
-    on_virtual_time(scenario)
+@virtual()
+async def test_a_peer_may_have_a_bounded_number_waiting():
+    pool = MemoryPool(100, 1.0)
+    pool.charge("all", "other", 100)
+    line = Line(pool)
+    for number in range(MAX_WAITING + 5):
+        line.join(f"{number}", 1, peer="flood")
+    line.join("modest", 1)
+    await settled()
+    assert (len(line.refused), now()) == (5, 0)
+    pool.release("all")
+    await settled()
+    assert len(line.granted) == MAX_WAITING + 1
 
 
-def test_patience_ends():
-    async def scenario():
-        pool = MemoryPool(100, peer_share=1.0)
-        pool.charge("all", "holder", 80)
-        line = Line(pool)
-        first = line.join("first", 50)
-        await settled()
-        second = line.join("second", 15, patience=PATIENCE * 3)
-        await first
-        assert (line.refused, now()) == (["first"], PATIENCE)
-        await second  # which only waited for those before it
-        assert (line.granted, now(), pool.free) == (["second"], PATIENCE, 5)
+@virtual()
+async def test_only_the_next_one_has_others_make_room():
+    pool = MemoryPool(100, peer_share=1.0)
+    pool.charge("idle", "idle", 60)
+    pool.charge("busy", "busy", 40)
+    calls: list[str] = []
 
-    on_virtual_time(scenario)
+    def make_room(name: str) -> Callable[[], None]:
+        def act() -> None:
+            calls.append(name)
+            if now() >= 5:
+                pool.release("idle")
 
+        return act
 
-def test_only_the_next_one_has_others_make_room():
-    async def scenario():
-        pool = MemoryPool(100, peer_share=1.0)
-        pool.charge("idle", "idle", 60)
-        pool.charge("busy", "busy", 40)
-        calls: list[str] = []
-
-        def make_room(name: str) -> Callable[[], None]:
-            def act() -> None:
-                calls.append(name)
-                if now() >= 5:
-                    pool.release("idle")
-
-            return act
-
-        first = asyncio.create_task(pool.charge_or_wait("first", "first", 60, PATIENCE, make_room("first")))
-        await settled()
-        with pytest.raises(CacheFull):
-            await pool.charge_or_wait("behind", "behind", 60, 3.0, make_room("behind"))
-        await first
-        assert (now(), set(calls), pool.held_by("first")) == (5, {"first"}, 60)
-
-    on_virtual_time(scenario)
+    first = asyncio.create_task(pool.charge_or_wait("first", "first", 60, PATIENCE, make_room("first")))
+    await settled()
+    with pytest.raises(CacheFull):
+        await pool.charge_or_wait("behind", "behind", 60, 3.0, make_room("behind"))
+    await first
+    assert (now(), set(calls), pool.held_by("first")) == (5, {"first"}, 60)
 
 
 @pytest.mark.parametrize("moment", ["while it waits", "as it is granted", "before it is granted"])
-def test_a_canceled_charge_leaves_what_was_held_before(moment):
-    async def scenario():
-        pool = MemoryPool(100, peer_share=1.0)
-        pool.charge("all", "holder", 90)
-        pool.charge("canceled", "canceled", 10)
-        line = Line(pool)
-        task = line.join("canceled", 60)
-        await settled()
-        line.join("behind", 40, peer="canceled")
-        await settled()
-        if moment == "as it is granted":
-            pool.release("all")
-            assert pool.held_by("canceled") == 70
-        task.cancel()
-        if moment == "before it is granted":  # the cancellation was asked for, but has not arrived
-            pool.release("all")
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        assert pool.held_by("canceled") == 10
+@virtual()
+async def test_a_canceled_charge_leaves_what_was_held_before(moment):
+    pool = MemoryPool(100, peer_share=1.0)
+    pool.charge("all", "holder", 90)
+    pool.charge("canceled", "canceled", 10)
+    line = Line(pool)
+    task = line.join("canceled", 60)
+    await settled()
+    line.join("behind", 40, peer="canceled")
+    await settled()
+    if moment == "as it is granted":
         pool.release("all")
-        await settled()
-        assert (line.granted, pool.free, now()) == (["behind"], 50, 0)
-
-    on_virtual_time(scenario)
-
-
-def test_who_gives_back_waits_no_more():
-    async def scenario():
-        pool = MemoryPool(100, peer_share=1.0)
-        pool.charge("all", "holder", 80)
-        pool.charge("mine", "mine", 10)
-        line = Line(pool)
-        task = line.join("mine", 60)
-        await settled()
-        pool.release("mine")
+        assert pool.held_by("canceled") == 70
+    task.cancel()
+    if moment == "before it is granted":  # the cancellation was asked for, but has not arrived
+        pool.release("all")
+    with pytest.raises(asyncio.CancelledError):
         await task
-        assert (line.refused, now(), pool.free) == (["mine"], 0, 20)
+    assert pool.held_by("canceled") == 10
+    pool.release("all")
+    await settled()
+    assert (line.granted, pool.free, now()) == (["behind"], 50, 0)
 
-    on_virtual_time(scenario)
 
-
-def test_nobody_waits_at_a_server_that_leaves():
-    async def scenario():
-        pool = MemoryPool(100, peer_share=1.0)
-        pool.charge("all", "holder", 80)
-        line = Line(pool)
-        tasks = [line.join(name, 30) for name in "abc"]
-        await settled()
-        pool.refuse_waiting()
-        await asyncio.gather(*tasks)
-        await line.join("late", 30)
-        await line.join("small", 20)
-        assert (line.refused, line.granted, now()) == (["a", "b", "c", "late"], ["small"], 0)
-
-    on_virtual_time(scenario)
+@virtual()
+async def test_nobody_waits_at_a_server_that_leaves():
+    pool = MemoryPool(100, peer_share=1.0)
+    pool.charge("all", "holder", 80)
+    line = Line(pool)
+    tasks = [line.join(name, 30) for name in "abc"]
+    await settled()
+    pool.refuse_waiting()
+    await asyncio.gather(*tasks)
+    await line.join("late", 30)
+    await line.join("small", 20)
+    assert (line.refused, line.granted, now()) == (["a", "b", "c", "late"], ["small"], 0)
 
 
 NAMES = st.sampled_from("abcdef")
@@ -259,69 +213,66 @@ ACTS = st.one_of(
 
 @given(st.lists(ACTS, max_size=40), st.sampled_from([0.3, 0.5, 1.0]))
 @settings(max_examples=200)
-def test_the_account_is_right_whatever_holders_do(acts, share):
+@virtual()
+async def test_the_account_is_right_whatever_holders_do(acts, share):
     """Holders "a" to "f" belong to two peers. What each should hold is counted beside the pool."""
+    pool = MemoryPool(100, share)
+    expected: Counter[str] = Counter()
+    numbers: Counter[str] = Counter()  # a holder that has given back is never seen again
+    waits: dict[str, asyncio.Task[None]] = {}
 
-    async def scenario():
-        pool = MemoryPool(100, share)
-        expected: Counter[str] = Counter()
-        numbers: Counter[str] = Counter()  # a holder that has given back is never seen again
-        waits: dict[str, asyncio.Task[None]] = {}
+    def holder(name):
+        return f"{name}{numbers[name]}"
 
-        def holder(name):
-            return f"{name}{numbers[name]}"
+    def peer(one):
+        return "even" if one[0] in "ace" else "odd"
 
-        def peer(one):
-            return "even" if one[0] in "ace" else "odd"
+    async def wait(one, tokens):
+        try:
+            await pool.charge_or_wait(one, peer(one), tokens, PATIENCE)
+        except CacheFull:
+            return
+        if one == holder(one[0]):  # else it has given back what it was just granted
+            expected[one] += tokens
 
-        async def wait(one, tokens):
-            try:
-                await pool.charge_or_wait(one, peer(one), tokens, PATIENCE)
-            except CacheFull:
-                return
-            if one == holder(one[0]):  # else it has given back what it was just granted
-                expected[one] += tokens
+    def forget(name):
+        task = waits.pop(name, None)
+        if task is not None and not task.done():
+            task.cancel()
 
-        def forget(name):
-            task = waits.pop(name, None)
-            if task is not None and not task.done():
-                task.cancel()
-
-        for act, name, number in acts:
-            one = holder(name)
-            if act == "take":
-                with suppress(CacheFull):
-                    pool.charge(one, peer(one), number)
-                    expected[one] += number
-            elif act == "wait" and (name not in waits or waits[name].done()):
-                waits[name] = asyncio.create_task(wait(one, number))
+    for act, name, number in acts:
+        one = holder(name)
+        if act == "take":
+            with suppress(CacheFull):
+                pool.charge(one, peer(one), number)
+                expected[one] += number
+        elif act == "wait" and (name not in waits or waits[name].done()):
+            waits[name] = asyncio.create_task(wait(one, number))
+            await asyncio.sleep(0)
+        elif act == "give back":
+            pool.release(one)
+            numbers[name] += 1
+            waits.pop(name, None)
+            del expected[one]
+        elif act == "cancel":
+            forget(name)
+        elif act == "let pass":
+            await asyncio.sleep(number)
+        elif act == "let others run":
+            for _ in range(number):
                 await asyncio.sleep(0)
-            elif act == "give back":
-                pool.release(one)
-                numbers[name] += 1
-                waits.pop(name, None)
-                del expected[one]
-            elif act == "cancel":
-                forget(name)
-            elif act == "let pass":
-                await asyncio.sleep(number)
-            elif act == "let others run":
-                for _ in range(number):
-                    await asyncio.sleep(0)
-            assert 0 <= pool.free <= 100
-            held = [(each, pool.held_by(each)) for each in (holder(other) for other in "abcdef")]
-            assert sum(tokens for _, tokens in held) == 100 - pool.free
-            for team in ("even", "odd"):
-                assert sum(tokens for each, tokens in held if peer(each) == team) <= pool.quota
-        await asyncio.sleep(PATIENCE + 1)
-        assert all(task.done() for task in waits.values())
-        assert {one: pool.held_by(one) for one in expected} == dict(expected)
-        assert pool.free == 100 - expected.total()
-        for name in "abcdef":
-            pool.release(holder(name))
-        assert pool.free == 100
-
-    on_virtual_time(scenario)
+        assert 0 <= pool.free <= 100
+        held = [(each, pool.held_by(each)) for each in (holder(other) for other in "abcdef")]
+        assert sum(tokens for _, tokens in held) == 100 - pool.free
+        for team in ("even", "odd"):
+            assert sum(tokens for each, tokens in held if peer(each) == team) <= pool.quota
+    await asyncio.sleep(PATIENCE + 1)
+    assert all(task.done() for task in waits.values())
+    assert {one: pool.held_by(one) for one in expected} == dict(expected)
+    assert pool.free == 100 - expected.total()
+    for name in "abcdef":
+        pool.release(holder(name))
+    assert pool.free == 100
 
 
 KEPT = 100

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import uvloop
 from transformers import AutoModelForCausalLM
 
 from swarm.cli.local_swarm import LOOPBACK, PeerProcess
@@ -26,7 +25,7 @@ from swarm.server.lifecycle import Server
 from swarm.server.sessions.adapter_store import AdapterStore
 from swarm.server.sessions.handler import MessageHandler
 from swarm.server.sessions.request_validation import RequestLimits
-from swarm.server.sessions.session_table import RECONNECT_TIMEOUT_S, SessionTable
+from swarm.server.sessions.session_table import SessionTable
 from tests.metrics.readings import Readings, parse, value
 from tests.models.adapters.test_layer_hooks import make_adapter
 from tests.server import conversations
@@ -34,17 +33,12 @@ from tests.server.conversations import (
     ADAPTERS,
     FORWARD,
     HIDDEN,
-    OPEN,
     REVISION,
-    STEP,
-    alone,
     bytes_of,
     changed,
-    make_model,
-    raw,
+    with_server,
 )
 from tests.server.sessions.test_stateless_requests import BACKWARD, kept
-from tests.server.test_moving import start
 from tests.swarms import run_client, run_swarm
 from tests.zoo import make_checkpoint
 
@@ -75,131 +69,56 @@ class Counted(conversations.Server):
         await self.until(lambda: self.value(name, **labels) == expected)
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory) -> SpanModel:
-    return make_model(tmp_path_factory.mktemp("checkpoint"))
-
-
 @pytest.fixture(autouse=True)
 def counted(monkeypatch) -> None:
     monkeypatch.setattr(conversations, "Server", Counted)
 
 
-def test_a_session_from_open_to_close(model):
-    async def act(server):
-        assert server.value("cache_capacity_tokens") == 64
-        client = await (await server.client()).begin()  # a prompt of two tokens
-        assert (server.value("sessions_open"), server.value("cache_used_tokens")) == (1, 8)
-        for _ in range(3):
-            await client.right_step()
-        await client.right_step(2)
-        await client.stream.send(messages.CloseSession())
-        await client.is_over()
-        assert server.value("tokens_total", kind="prefill") == 2
-        assert server.value("tokens_total", kind="decode") == 5
-        assert server.value("step_seconds_count", kind="prefill") == 1
-        assert server.value("step_seconds_count", kind="decode") == 4
-        step_seconds = sum(server.value("step_seconds_sum", kind=kind) for kind in ("prefill", "decode"))
-        assert step_seconds >= server.value("queue_seconds_sum") > 0
-        assert (server.value("iteration_sequences_count"), server.value("iteration_sequences_sum")) == (5, 5)
-        assert server.value("iteration_tokens_sum") == 7
-        assert server.value("iteration_seconds_sum") > 0
-        assert server.value("queue_seconds_count") == 5
-        assert server.value("received_bytes_total") == 7 * TOKEN
-        await server.until_value(7 * TOKEN, "sent_bytes_total")
-        assert server.value("sessions_opened_total") == 1
-        assert server.value("sessions_closed_total", reason="closed") == 1
-        assert (server.value("sessions_open"), server.value("cache_used_tokens")) == (0, 0)
-        assert server.value("errors_total", code="server_fault") is None
-
-    alone(model, act)
+@with_server()
+async def test_a_session_from_open_to_close(server):
+    assert server.value("cache_capacity_tokens") == 64
+    client = await (await server.client()).begin()  # a prompt of two tokens
+    assert (server.value("sessions_open"), server.value("cache_used_tokens")) == (1, 8)
+    for _ in range(3):
+        await client.right_step()
+    await client.right_step(2)
+    await client.stream.send(messages.CloseSession())
+    await client.is_over()
+    assert server.value("tokens_total", kind="prefill") == 2
+    assert server.value("tokens_total", kind="decode") == 5
+    assert server.value("step_seconds_count", kind="prefill") == 1
+    assert server.value("step_seconds_count", kind="decode") == 4
+    step_seconds = sum(server.value("step_seconds_sum", kind=kind) for kind in ("prefill", "decode"))
+    assert step_seconds >= server.value("queue_seconds_sum") > 0
+    assert (server.value("iteration_sequences_count"), server.value("iteration_sequences_sum")) == (5, 5)
+    assert server.value("iteration_tokens_sum") == 7
+    assert server.value("iteration_seconds_sum") > 0
+    assert server.value("queue_seconds_count") == 5
+    assert server.value("received_bytes_total") == 7 * TOKEN
+    await server.until_value(7 * TOKEN, "sent_bytes_total")
+    assert server.value("sessions_opened_total") == 1
+    assert server.value("sessions_closed_total", reason="closed") == 1
+    assert (server.value("sessions_open"), server.value("cache_used_tokens")) == (0, 0)
+    assert server.value("errors_total", code="server_fault") is None
 
 
-def test_why_sessions_end(model):
-    async def act(server):
-        expired = await (await server.client()).begin()
-        expired.stream.close()
-        await server.until(lambda: not server.session().attached)
-        server.now += RECONNECT_TIMEOUT_S + 1
-        server.sessions.expire()
-        assert server.value("sessions_closed_total", reason="expired") == 1
-        await (await server.client()).begin()
-        server.handler.hang_up()
-        assert server.value("sessions_closed_total", reason="ended") == 1
-        assert server.value("sessions_opened_total") == 2
-
-    alone(model, act)
-
-
-def test_a_session_that_found_no_room_was_never_open(model):
-    async def act(server):
-        client = await server.client()
-        await client.refused("cache_full", changed(OPEN, max_length=64, sequences=2))
-        assert server.value("errors_total", code="cache_full") == 1
-        assert server.value("sessions_opened_total") == 0
-        assert server.value("sessions_closed_total", reason="closed") is None
-        assert (server.value("sessions_open"), server.value("cache_used_tokens")) == (0, 0)
-
-    alone(model, act)
-
-
-def test_a_session_that_is_found_again_is_opened_once(model):
-    async def act(server):
-        client = await (await server.client()).begin()
-        client.stream.close()
-        again = await server.client()
-        assert (await again.ask(OPEN))[0] == messages.SessionOpened(1)
-        assert server.value("sessions_opened_total") == 1
-
-    alone(model, act)
-
-
-def test_errors_by_type(model):
-    async def act(server):
-        client = await (await server.client()).begin()
-        await client.refused("wrong_shape", STEP, bytes_of(2))
-        await client.refused("wrong_position", changed(STEP, starts=[7]), bytes_of(1))
-        await client.refused("wrong_position", changed(STEP, starts=[6]), bytes_of(1))
-        await client.refused("protocol_violation", raw(b"garbage"))
-        assert server.value("errors_total", code="wrong_shape") == 1
-        assert server.value("errors_total", code="wrong_position") == 2
-        assert server.value("errors_total", code="protocol_violation") == 1
-        assert server.value("tokens_total", kind="decode") == 0
-
-    alone(model, act)
-
-
-def test_training_and_adapters(model):
-    async def act(server):
-        client = await server.client()
-        digests = await kept(client, make_adapter(model))
-        assert len(server.adapters) > 0
-        assert server.value("adapter_bytes") == server.adapters.memory > 0
-        reply, _ = await client.ask(changed(FORWARD, adapters=digests), bytes_of(3))
-        assert isinstance(reply, messages.ForwardReply), reply
-        reply, _ = await client.ask(changed(BACKWARD, adapters=digests), bytes_of(3) * 2)
-        assert isinstance(reply, messages.BackwardReply), reply
-        for kind in ("forward", "backward"):
-            assert server.value("tokens_total", kind=kind) == 3
-            assert server.value("step_seconds_count", kind=kind) == 1
-        assert server.value("iteration_sequences_sum") == 4
-        server.now += ADAPTERS.seconds + 1
-        server.adapters.expire()
-        assert len(server.adapters) == 0
-
-    alone(model, act)
-
-
-def test_a_replay(model):
-    async def act(server):
-        client = await server.client()
-        assert (await client.ask(OPEN))[0] == messages.SessionOpened(0)
-        replay = messages.ReplayRequest(5, [0], [4], STEP.format, STEP.dtype, None, False)
-        reply, _ = await client.ask(replay, bytes_of(4))
-        assert isinstance(reply, messages.ReplayReply), reply
-        assert server.value("tokens_total", kind="prefill") == 4
-
-    alone(model, act)
+@with_server()
+async def test_training_and_adapters(server, model):
+    client = await server.client()
+    digests = await kept(client, make_adapter(model))
+    assert len(server.adapters) > 0
+    assert server.value("adapter_bytes") == server.adapters.memory > 0
+    reply, _ = await client.ask(changed(FORWARD, adapters=digests), bytes_of(3))
+    assert isinstance(reply, messages.ForwardReply), reply
+    reply, _ = await client.ask(changed(BACKWARD, adapters=digests), bytes_of(3) * 2)
+    assert isinstance(reply, messages.BackwardReply), reply
+    for kind in ("forward", "backward"):
+        assert server.value("tokens_total", kind=kind) == 3
+        assert server.value("step_seconds_count", kind=kind) == 1
+    assert server.value("iteration_sequences_sum") == 4
+    server.now += ADAPTERS.seconds + 1
+    server.adapters.expire()
+    assert len(server.adapters) == 0
 
 
 def read(url: str) -> Readings:
@@ -248,33 +167,6 @@ def test_a_server_counts_what_a_client_generates(tmp_path: Path) -> None:
     assert 0 < pushed <= 12
     assert told("sent_bytes_total") >= (18 + pushed) * token
     assert value(readings, "process_resident_memory_bytes") > 1e8
-
-
-@pytest.mark.slow
-def test_a_move_is_counted(tmp_path: Path) -> None:
-    folder = str(make_checkpoint("llama", tmp_path / "model"))
-
-    async def told(server: Server, name: str, **labels: str) -> float:
-        assert server._metrics is not None
-        readings = await asyncio.to_thread(read, server._metrics.url)
-        return value(readings, f"swarm_server_{name}", **labels) or 0.0
-
-    async def scenario() -> None:
-        keeper = await start(folder, "0:4")
-        address = await keeper.peer.visible_addresses()
-        tail = await start(folder, "4:6", address)
-        spare = await start(folder, "2", address, metrics=MetricsAddress("127.0.0.1", 0))
-        before = [await told(spare, name) for name in ("span_start_block", "span_end_block")]
-        assert before == [spare.span.start, spare.span.end]
-        await tail.stop()
-        async with asyncio.timeout(PATIENCE):
-            while not await told(spare, "rebalances_total", reason="gap", outcome="moved"):
-                await asyncio.sleep(0.1)
-        assert [await told(spare, name) for name in ("span_start_block", "span_end_block")] == [4, 6]
-        await spare.stop()
-        await keeper.stop()
-
-    uvloop.run(scenario())
 
 
 def test_a_port_that_is_taken_is_told_before_anything_is_loaded() -> None:

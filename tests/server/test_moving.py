@@ -14,13 +14,13 @@ import torch
 import uvloop
 from transformers import AutoModelForCausalLM
 
-from swarm.data_structures import Mobility, ServerInfo, ServerState, Span
+from swarm.data_structures import Mobility, ServerState, Span
 from swarm.dht.directory import fetch_servers
 from swarm.errors import NotEnoughMemory
 from swarm.server.config import BlocksOption, ServerConfig
 from swarm.server.lifecycle import Server
 from swarm.server.memory_budget import MemoryBudget
-from swarm.server.throughput.throughput_option import ThroughputOption
+from swarm.server.throughput.throughput_cache import ThroughputOption
 from swarm.transport.p2p import P2PConfig
 from tests.swarms import run_client, run_swarm
 from tests.zoo import BLOCKS, make_checkpoint
@@ -116,32 +116,6 @@ def test_blocks_that_do_not_fit_here_are_left_to_others(
         assert spare._service is service
         await spare.stop()
         await keeper.stop()
-
-    uvloop.run(scenario())
-
-
-@pytest.mark.slow
-def test_whoever_names_its_blocks_stays(folder: str) -> None:
-    """The named one announces it, so that nobody waits for it to move."""
-
-    async def scenario() -> None:
-        keeper = await start(folder, "0:4")
-        address = await keeper.peer.visible_addresses()
-        named = await start(folder, "0:2", address)
-        asked = await start(folder, "2", address, stay=True)
-        infos: dict[str, ServerInfo] = {}
-        async with asyncio.timeout(PATIENCE):
-            while not {server.peer.peer_id for server in (keeper, named, asked)} <= infos.keys():
-                infos = {info.peer_id: info for info in await fetch_servers(keeper.peer.dht, "model", BLOCKS)}
-        assert all(infos[server.peer.peer_id].mobility is Mobility.PINNED for server in (keeper, named, asked))
-        free = await start(folder, "2", address)
-        # blocks 4:6 went to the first that came for them
-        assert asked.span == Span(4, 6)
-        await asked.stop()
-        await until_online(free, Span(4, 6), keeper)
-        assert named.span == Span(0, 2)
-        for server in (free, named, keeper):
-            await server.stop()
 
     uvloop.run(scenario())
 

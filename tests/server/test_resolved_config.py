@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import copy
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import LlamaConfig
 
 from swarm.data_structures import Span
-from swarm.errors import AdapterError, AdapterMismatch, InvalidOption, InvalidSpan, NotEnoughMemory
+from swarm.errors import AdapterError, AdapterMismatch, InvalidOption, NotEnoughMemory
 from swarm.models.checkpoints.checkpoint import open_checkpoint
-from swarm.models.exits.model_head import head_bytes, head_loading_bytes
+from swarm.models.exits.model_head import head_bytes
 from swarm.models.exits.trained_exits import BaseModel, ExitLens, TrainedExits
 from swarm.models.flash import planned_blocks
-from swarm.models.flash.block_plan import RecordKind
 from swarm.models.loading.flash_loading import load_flash_span
-from swarm.server import memory_budget, resolved_config
+from swarm.server import memory_budget
 from swarm.server.config import BlocksOption, ExitsOption, ServerConfig
 from swarm.server.flash_budget import FlashOption
 from swarm.server.limits import MAX_MEMORY_SHARE
@@ -78,11 +74,6 @@ def test_a_size_is_the_memory_for_weights_and_nothing_is_quantized(resolve, weig
     assert "on flash" in config.weight_form
 
 
-def test_what_cannot_be_read_from_flash_is_refused(resolve, weights):
-    with pytest.raises(InvalidOption, match="--quant none instead of int8"):
-        resolve(10 * weights, quant="int8", flash=FlashOption(memory=weights))
-
-
 def test_a_size_that_does_not_fit_is_refused(resolve, weights):
     config = resolve(weights // 2, flash=FlashOption(memory=weights))
     with pytest.raises(NotEnoughMemory, match="give --flash another size"):
@@ -101,26 +92,6 @@ def test_blocks_are_planned_once(resolve, weights, tmp_path, monkeypatch):
         model.flash.close()
 
 
-@pytest.mark.parametrize("blocks", ["6", "0:6"])
-@pytest.mark.parametrize("quant", ["int8", "nf4"])
-def test_what_is_to_be_quantized_is_refused_for_lack_of_memory(resolve, weights, blocks, quant):
-    config = resolve(weights // 8, blocks, quant=quant)
-    assert config.flash is None
-    with pytest.raises(NotEnoughMemory):
-        config.budget.check_fits(Span(0, 6))
-
-
-def test_a_number_of_blocks_of_which_memory_holds_a_part_goes_to_flash_whole(resolve, weights):
-    config = resolve(weights * 3 // 4, "5", quant="none")
-    assert config.flash.windows(5) == [Span(0, 5), Span(1, 6)]
-    assert resolve(weights * 3 // 4, "3", quant="none").flash is None
-
-
-def test_blocks_that_the_model_does_not_have(resolve, weights):
-    with pytest.raises(InvalidSpan, match="blocks 0:9 do not lie inside"):
-        resolve(weights // 2, "0:9", flash=FlashOption(memory=weights // 4))
-
-
 def test_a_graphics_card_is_used_without_flash(resolve, weights, monkeypatch):
     """As far as this machine can tell: only the type of the device counts."""
     monkeypatch.setattr(memory_budget, "resolve_device", lambda requested: torch.device("cuda"))
@@ -128,30 +99,6 @@ def test_a_graphics_card_is_used_without_flash(resolve, weights, monkeypatch):
     assert resolve(weights // 2, "auto", quant="none").flash is None
     with pytest.raises(InvalidOption, match="on a CPU only, not on cuda; add --device cpu"):
         resolve(weights // 2, flash=FlashOption(memory=weights // 4))
-
-
-def test_dense_blocks_before_the_mixtures(resolve, tmp_path):
-    """deepseek_v3: four dense blocks here, two mixtures that are more than twice as large."""
-    model = zoo.make_checkpoint("deepseek_v3", tmp_path / "model")
-    dense, mixture = 46_000, 134_000
-    config = resolve(3 * dense, "4:6", model=str(model), quant="none", cache_dir=tmp_path)
-    assert [one.plan.kind for one in config.flash.footprint.blocks] == [RecordKind.BLOCK] * 4 + [RecordKind.EXPERTS] * 2
-    config.flash.check_fits(Span(4, 6))
-    assert resolve(3 * dense, "0:2", model=str(model), quant="none", cache_dir=tmp_path).flash is None
-    across = resolve(2 * mixture, "6", model=str(model), quant="none", cache_dir=tmp_path)
-    across.flash.check_fits(Span(0, 6))
-    # As many blocks as pay wherever they lie: fewer mixtures than dense blocks.
-    budget = resolve(
-        10**6, "auto", model=str(model), flash=FlashOption(memory=dense + mixture), cache_dir=tmp_path
-    ).flash
-    count = budget.blocks_that_fit()
-    assert 2 <= count < 6
-    for span in budget.windows(count):
-        model_on_flash = load_flash_span(
-            open_checkpoint(model), span, dtype=torch.float32, options=budget.options(span)
-        )
-        assert model_on_flash.flash.weight_bytes <= dense + mixture
-        model_on_flash.flash.close()
 
 
 def test_what_exits_need_is_charged(resolve, folder, weights, tmp_path):
@@ -205,45 +152,6 @@ def test_exits_are_no_reason_for_flash(resolve, folder, weights):
     assert enough.flash is None
 
 
-def test_a_head_that_cannot_be_loaded_is_refused(folder, monkeypatch):
-    """Loading it takes embeddings and head (or two heads, if they are one tensor) beside the final norm."""
-    checkpoint = open_checkpoint(folder)
-    needed = head_loading_bytes(checkpoint, torch.float32)
-    table = checkpoint.config.vocab_size * checkpoint.config.hidden_size * 4
-    assert 2 * table <= needed < 2.1 * table
-    assert head_loading_bytes(checkpoint, torch.bfloat16) == needed // 2
-    monkeypatch.setattr(memory_budget, "free_memory", lambda device: needed - 1)
-    with pytest.raises(NotEnoughMemory, match=r"loading the model's head for --exits takes .* are free; end other"):
-        resolved_config._require_head_loads(checkpoint, torch.float32)
-    monkeypatch.setattr(memory_budget, "free_memory", lambda device: needed)
-    resolved_config._require_head_loads(checkpoint, torch.float32)
-
-
-def test_too_little_memory_for_the_head_is_said_at_once(resolve, weights, monkeypatch):
-    monkeypatch.setattr(resolved_config, "head_loading_bytes", lambda checkpoint, dtype: 3 * weights)
-    with pytest.raises(NotEnoughMemory, match="loading the model's head"):
-        resolve(2 * weights, exits=ExitsOption())
-    resolve(2 * weights)
-
-
-def test_blocks_that_go_to_flash_anyway_pay_for_no_exits(resolve, weights):
-    plain, with_exits = (resolve(weights * 3 // 4, quant="none", exits=exits).flash for exits in (None, ExitsOption()))
-    assert with_exits.free == plain.free
-
-
-def test_lenses_of_a_model_whose_config_has_parts(folder, tmp_path):
-    """As those of models that see have: the width is that of the part that writes."""
-    checkpoint = open_checkpoint(folder)
-    config = copy.deepcopy(checkpoint.config)
-    config.text_config = LlamaConfig(hidden_size=64)
-    checkpoint = replace(checkpoint, config=config)
-    base = BaseModel(checkpoint.name, checkpoint.revision, 64, checkpoint.blocks)
-    TrainedExits(base, {2: ExitLens(torch.eye(64), torch.zeros(64))}).save(tmp_path)
-    options = ServerConfig(model=str(folder), exits=ExitsOption((2,)), exits_from=tmp_path)
-    found = resolved_config._open_trained_exits(options, checkpoint)
-    assert found.weight_bytes(2) == 4 * (64 * 64 + 64)
-
-
 def test_what_sessions_keep_beside_their_cache_is_not_for_blocks(resolve, weights):
     assert resolve(2 * weights).budget.free == 2 * weights - BUFFER_BYTES
 
@@ -253,12 +161,6 @@ def test_on_a_gpu_they_are_in_other_memory(folder):
     for device, expected in (("cpu", BUFFER_BYTES), ("cuda", 0)):
         taken = memory_budget.session_buffer_bytes(checkpoint, torch.device(device), torch.float32, CACHE_TOKENS)
         assert taken == expected
-
-
-def test_memory_that_is_promised_twice_holds_no_blocks(resolve, weights):
-    config = resolve(weights, "auto", adapter_memory=10 * weights)
-    with pytest.raises(NotEnoughMemory, match="one block takes"):
-        config.budget.blocks_that_fit()
 
 
 def test_exits_that_cannot_be_used_are_refused(resolve, weights, tmp_path):

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-import pytest
-
 from swarm.data_structures import WireFormat
-from swarm.models.execution.span_model import SpanModel
 from swarm.protocol import messages
 from swarm.protocol.framing import encode_prefix
 from swarm.server.memory import IDLE_AFTER_S
@@ -18,7 +15,7 @@ from tests.server.conversations import (
     Server,
     bytes_of,
     changed,
-    make_model,
+    in_virtual_time,
     on_virtual_time,
 )
 
@@ -27,11 +24,6 @@ PAYLOAD_BYTES = 1 << 19
 """More than one peer gets of that, because it counts twice."""
 
 PIECE_BYTES = 1 << 14
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory) -> SpanModel:
-    return make_model(tmp_path_factory.mktemp("checkpoint"))
 
 
 async def send_slowly(client: Client, pieces: int) -> None:
@@ -43,29 +35,16 @@ async def send_slowly(client: Client, pieces: int) -> None:
         await asyncio.sleep(1)
 
 
-def test_a_client_with_a_slow_uplink_hears_why_it_is_refused(model):
-    async def act(server: Server) -> None:
-        client = await server.client()
-        await send_slowly(client, PAYLOAD_BYTES // PIECE_BYTES)
-        refusal, _ = await client.hear()
-        assert isinstance(refusal, messages.Refusal)
-        assert refusal.code == "memory_full"
-        client.stream.close()
-        await asyncio.sleep(0)
-        assert not server.handler._streams
-
-    on_virtual_time(model, act, memory=MEMORY_BYTES)
-
-
-def test_a_server_that_hangs_up_does_not_wait_for_who_still_sends_what_was_refused(model):
-    async def act(server: Server) -> None:
-        client = await server.client()
-        await send_slowly(client, 3)
-        server.handler.hang_up()
-        await asyncio.wait(list(server.hub.tasks), timeout=1)
-        assert not server.handler._streams
-
-    on_virtual_time(model, act, memory=MEMORY_BYTES)
+@in_virtual_time(memory=MEMORY_BYTES)
+async def test_a_client_with_a_slow_uplink_hears_why_it_is_refused(server: Server):
+    client = await server.client()
+    await send_slowly(client, PAYLOAD_BYTES // PIECE_BYTES)
+    refusal, _ = await client.hear()
+    assert isinstance(refusal, messages.Refusal)
+    assert refusal.code == "memory_full"
+    client.stream.close()
+    await asyncio.sleep(0)
+    assert not server.handler._streams
 
 
 def test_a_session_whose_client_sends_slowly_is_not_idle(model):

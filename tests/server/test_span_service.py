@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,22 +18,19 @@ from swarm.models.adapters import adapter_files
 from swarm.models.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from swarm.models.checkpoints.footprint import memory_footprint
 from swarm.models.exits.model_head import ModelHead, head_bytes
-from swarm.models.exits.trained_exits import BaseModel, ExitClassifier, ExitLens, StoredExits, TrainedExits
 from swarm.models.flash.files.block_files import PackedModel
 from swarm.models.flash.files.inventory import remove_stored, stored_models
 from swarm.models.loading.flash_preparation import plan_for_flash
-from swarm.models.loading.span_loading import load_span
 from swarm.protocol.adapter_encoding import pack_adapters
 from swarm.server import span_service as span_service_module
 from swarm.server.compute.compute_thread import ComputeThread
 from swarm.server.config import ExitsOption, ServerConfig
 from swarm.server.flash_budget import FlashBudget, flash_footprint
-from swarm.server.lifecycle import Server
 from swarm.server.memory_budget import MemoryBudget
 from swarm.server.resolved_config import ResolvedConfig
 from swarm.server.sessions.session import SessionTerms
 from swarm.server.span_service import SpanService
-from swarm.server.throughput.throughput_option import ThroughputOption
+from swarm.server.throughput.throughput_cache import ThroughputOption
 from tests import zoo
 from tests.memory_hub import MemoryHub, MemoryNetwork
 
@@ -94,14 +88,6 @@ def test_a_session_on_some_blocks_reserves_their_share_of_the_cache(checkpoint):
         assert sessions.tokens_reserved(SessionTerms(b"", "peer", part, 30, WireFormat.NONE)) == tokens
 
 
-def test_pages_have_room_in_all_blocks_whichever_a_session_uses(checkpoint):
-    pool = SimpleNamespace(page_size=16)
-    model: Any = SimpleNamespace(strategy=SimpleNamespace(paging=SimpleNamespace(pool=pool)), span=SPAN)
-    sessions = span_service_module._make_session_table(resolved(checkpoint), model, ServerObserver())
-    for part in (SPAN, Span(1, 2)):
-        assert sessions.tokens_reserved(SessionTerms(b"", "peer", part, 30, WireFormat.NONE)) == 32
-
-
 def test_exits_are_offered_where_the_span_has_them(checkpoint):
     service = asyncio.run(load(checkpoint, exits=ExitsOption((1, 2, 4, 5))))
     assert service.exits.blocks == (2, 4)
@@ -109,70 +95,6 @@ def test_exits_are_offered_where_the_span_has_them(checkpoint):
     assert [piece.span for piece in service.model.pieces()] == [Span(1, 2), Span(2, 3), Span(3, 4)]
     assert isinstance(service.exits.head, ModelHead)
     assert service.exits.head_bytes == head_bytes(checkpoint, torch.float32)
-
-
-@pytest.mark.slow
-def test_the_head_is_loaded_before_the_blocks_and_once(checkpoint, monkeypatch):
-    """Loading it takes more memory than is reserved for it, so it must not meet blocks."""
-    loaded: list[object] = []
-
-    def noted(name, load):
-        def loading(*args, **kwargs):
-            loaded.append(name)
-            return load(*args, **kwargs)
-
-        return loading
-
-    monkeypatch.setattr(span_service_module, "ModelHead", noted("head", ModelHead))
-    monkeypatch.setattr(span_service_module, "load_span", noted("blocks", load_span))
-
-    async def scenario() -> None:
-        server = Server(ServerConfig())
-        server._peer = MemoryNetwork(MemoryHub(), "server")
-        config = resolved(checkpoint, exits=ExitsOption((3,)))
-        try:
-            for span, offered in ((Span(0, 2), ()), (SPAN, (3,)), (Span(2, 4), (3,))):
-                service = await server._load(config, span)  # as for a move
-                assert service.exits.blocks == offered
-        finally:
-            server._compute_thread.close()
-
-    asyncio.run(scenario())
-    assert loaded == ["blocks", "head", "blocks", "blocks"]
-
-
-@pytest.mark.slow
-def test_lenses_are_loaded_for_the_exits_of_the_span(checkpoint, tmp_path, monkeypatch):
-    base = BaseModel(checkpoint.name, checkpoint.revision, HIDDEN, checkpoint.blocks)
-    lenses = {block: ExitLens(torch.eye(HIDDEN), torch.zeros(HIDDEN)) for block in range(1, 6)}
-    TrainedExits(base, lenses, {2: ExitClassifier(torch.zeros(HIDDEN), torch.zeros(1))}).save(tmp_path)
-    config = replace(resolved(checkpoint, exits=ExitsOption((1, 2, 3))), trained_exits=StoredExits.open(tmp_path, base))
-
-    async def scenario() -> None:
-        compute_thread = ComputeThread()
-        try:
-            service = await SpanService.load(config, SPAN, MemoryNetwork(MemoryHub(), "server"), compute_thread)
-        finally:
-            compute_thread.close()
-        assert list(service.exits.trained.lenses) == [2, 3]
-        assert service.exits.confidences == ("similarity", "softmax", "classifier")
-
-    asyncio.run(scenario())
-
-    def never(*args, **kwargs):
-        raise AssertionError("the weights were read")
-
-    monkeypatch.setattr(span_service_module, "load_span", never)
-    TrainedExits(base, {2: ExitLens(torch.eye(HIDDEN), torch.full((HIDDEN,), torch.nan))}).save(tmp_path)
-    with pytest.raises(AdapterError, match="holds NaN"):
-        asyncio.run(scenario())
-
-
-def test_blocks_that_have_to_be_computed_in_full_offer_no_exits(checkpoint, monkeypatch, caplog):
-    monkeypatch.setattr(span_service_module, "load_span", partial(load_span, layout="padded"))
-    service = asyncio.run(load(checkpoint, exits=ExitsOption()))
-    assert service.exits.blocks == ()
-    assert "Exits: none, because tokens have to be computed in full" in caplog.text
 
 
 def test_what_the_server_was_started_with_is_found_by_its_digest(checkpoint, tmp_path):

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 
 from swarm.data_structures import Span
-from swarm.errors import HubUnreachable, InvalidOption, ModelNotFound, WeightsUnavailable
+from swarm.errors import HubUnreachable, InvalidOption, ModelNotFound
 from swarm.protocol import messages
 from swarm.server import weight_source
 from swarm.server.__main__ import _server_config
 from swarm.server.__main__ import main as command
 from swarm.server.config import BlocksOption, ServerConfig, WeightsOption
-from swarm.server.throughput.throughput_option import ThroughputOption
+from swarm.server.throughput.throughput_cache import ThroughputOption
 from swarm.server.weight_source import WeightSharing, WeightSource
 from swarm.transport.p2p import P2PConfig
 from tests.memory_hub import stream_pair
@@ -60,12 +60,6 @@ def test_weights_are_shared_in_private_swarms_unless_it_is_said():
         assert WeightsOption(share=share).shares(is_private) is expected
 
 
-@pytest.mark.parametrize("source", ["auto", "hub", "peers"])
-def test_a_source_that_is_no_folder(source):
-    assert WeightsOption(source).folder is None
-    assert WeightsOption(f"./{source}").folder == f"./{source}"
-
-
 def test_a_folder_has_the_name_of_the_model_that_was_asked_for(checkpoint):
     source = opened(WeightsOption(checkpoint.source))
     assert (source.checkpoint.name, source.from_peers) == (NAME, None)
@@ -76,21 +70,6 @@ def test_the_folder_of_a_model_needs_no_source(checkpoint):
     assert opened(WeightsOption(), checkpoint.source).checkpoint.source == checkpoint.source
     with pytest.raises(ModelNotFound):
         opened(WeightsOption("/nowhere/at/all"))
-
-
-def test_peers_need_the_name_of_a_model(monkeypatch):
-    async def joined():
-        return None
-
-    with pytest.raises(WeightsUnavailable, match="swarm server MODEL --weights-from peers"):
-        asyncio.run(WeightSource.open(config(WeightsOption("peers"), None), Thread(), joined))
-
-
-@pytest.mark.parametrize(("source", "peers"), [("hub", (SOMEWHERE,)), ("auto", ())])
-def test_where_the_hub_is_asked_for_or_no_peer_is_known_none_is_asked(monkeypatch, source, peers):
-    monkeypatch.setattr(weight_source, "open_checkpoint", unreachable)
-    with pytest.raises(HubUnreachable, match=r"^the hub does not answer$"):
-        opened(WeightsOption(source), peers=peers)
 
 
 def test_what_peers_say_is_told_with_what_the_hub_said(monkeypatch):

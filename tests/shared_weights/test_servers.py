@@ -19,7 +19,7 @@ from swarm.models.checkpoints.checkpoint import open_checkpoint
 from swarm.models.checkpoints.known_digests import encode_digest_file, known_digests
 from swarm.server.config import BlocksOption, ServerConfig, WeightsOption
 from swarm.server.lifecycle import Server
-from swarm.server.throughput.throughput_option import ThroughputOption
+from swarm.server.throughput.throughput_cache import ThroughputOption
 from swarm.shared_weights.checkpoint_parts import CheckpointParts
 from swarm.transport.p2p import P2PConfig
 from tests.zoo import BLOCKS, make_checkpoint

@@ -319,7 +319,7 @@ class HopRequester:
             counts=list(layout.counts),
             format=inputs.wire,
             dtype=inputs.dtype,
-            gradient_format=wire,
+            reply_format=wire,
             offsets=list(layout.offsets) if layout.offsets is not None else None,
             adapters=adapter.digests(hop.span),
         )

@@ -149,6 +149,7 @@ from swarm.protocol.messages.session import (
     SetNeighbors,
     StepReply,
     StepRequest,
+    WholeSequencesRequest,
 )
 
 __all__ = [
@@ -219,6 +220,7 @@ __all__ = [
     "UnreachableNotice",
     "WeightHolder",
     "WeightsMessage",
+    "WholeSequencesRequest",
     "WorkerChallenge",
     "WorkerEvent",
     "WorkerMessage",

@@ -225,10 +225,10 @@ class CloseSession(Message, frozen=True):
     """Close the session and free its cache."""
 
 
-class ForwardRequest(Message, frozen=True):
-    """Run blocks [start, end) over packed sequences, payload `[sum(counts), hidden]` in `format`.
+class WholeSequencesRequest(Message, frozen=True):
+    """Compute blocks [start, end) for packed sequences, of which the server keeps nothing.
 
-    `offsets`: as in `StepLayout`.
+    Payload: inputs `[sum(counts), hidden]` in `format`. The reply is in `reply_format`. `offsets`: as in `StepLayout`.
     """
 
     revision: Name
@@ -242,6 +242,10 @@ class ForwardRequest(Message, frozen=True):
     adapters: AdapterDigests | None = None
 
 
+class ForwardRequest(WholeSequencesRequest, frozen=True):
+    """Compute the outputs."""
+
+
 class ForwardReply(Message, frozen=True):
     """The outputs of a forward pass, payload `[sum(counts), hidden]` in `format`."""
 
@@ -250,22 +254,11 @@ class ForwardReply(Message, frozen=True):
     compute_ms: Milliseconds
 
 
-class BackwardRequest(Message, frozen=True):
+class BackwardRequest(WholeSequencesRequest, frozen=True):
     """Compute the gradients of a forward pass with respect to its inputs and adapters; the forward pass is repeated.
 
-    Payload: the inputs `[sum(counts), hidden]` in `format`, then the gradients of the outputs, of the same shape, in
-    `gradient_format`. The other fields are as in `ForwardRequest`.
+    The payload goes on with the gradients of the outputs, which have the shape of the inputs and are in `reply_format`.
     """
-
-    revision: Name
-    start: Count
-    end: Count
-    counts: PerSequence
-    format: WireFormat
-    dtype: Name
-    gradient_format: WireFormat
-    offsets: PerSequence | None = None
-    adapters: AdapterDigests | None = None
 
 
 class BackwardReply(Message, frozen=True):

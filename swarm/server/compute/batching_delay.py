@@ -1,22 +1,17 @@
 """How long an iteration should wait for more sessions to join it. Pure: events come in, a number of seconds comes out.
 
-Reading the weights costs about the same for one sequence as for several, so sessions that are computed together cost
-one iteration instead of several. But the requests that wait lose that time. A session comes back once its token has
-been through the other servers and its client, each time after about the same interval. The next arrivals are therefore
-known in advance, and an iteration waits for as long as that shortens the total waiting time.
+An iteration costs about the same for one sequence as for several. A session comes back after about the same interval
+each time, so the next arrivals are known, and an iteration waits as long as that shortens the total waiting time.
 
 Suppose that `w` requests wait, `n` more arrive within `d` seconds, and an iteration takes `T`. Without a delay, each of
 the `n` finds the server busy, for `T` minus the time until it arrived. With a delay, all start after `d` seconds. The
 difference, summed over all requests, is `n T - (w + n) d`.
 
 Where other programs compete for the same processors (other servers, the clients), an iteration that is avoided helps
-them, too: every active session, wherever it is, continues `T` sooner. Sessions that have met stay together, because
-they are answered at the same time. A server under contention therefore waits longer, up to `MAX_DELAY_ITERATIONS`.
+them too: every active session continues `T` sooner. A server under contention waits up to `MAX_DELAY_ITERATIONS`.
 
-Only a session that could be part of the iteration counts: one on other blocks could not.
-
-Requests that are not urgent lose nothing by waiting. An iteration of nothing else starts only if it ends before an
-urgent session is expected, which would have to wait for it. One of urgent requests does not wait for others.
+An iteration of requests that are not urgent starts only if it ends before an urgent session is expected, which would
+have to wait for it. One of urgent requests does not wait for others.
 """
 
 from __future__ import annotations
@@ -62,14 +57,11 @@ def best_delay(waiting: int, arrivals: Sequence[float], iteration: float, elsewh
 
 @dataclass(slots=True)
 class _SessionTiming:
-    """When a session was answered, and how long it usually stays away.
+    """When a session was answered, how long it stays away, and what its last request was like.
 
     Attributes:
         answered: time of its last answer; None while it waits for one.
         away: seconds between the last answer and the request after it; None until it has come twice.
-        span: the blocks that its last request needed.
-        joins_parts: whether that could share an iteration with requests for overlapping blocks.
-        urgent: whether it was.
     """
 
     span: Span

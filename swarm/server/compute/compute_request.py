@@ -22,7 +22,7 @@ Bytes = bytes | memoryview
 
 @dataclass(frozen=True)
 class ForwardWork:
-    """A step of a session, or a forward that leaves nothing behind.
+    """A step of a session, or a forward that keeps nothing.
 
     Attributes:
         peer: the client.
@@ -128,7 +128,7 @@ def forward_work(
 ) -> ForwardWork:
     """A request for the outputs in the format `reply_wire`, or for no outputs if that is None.
 
-    Without a session it is a forward that leaves nothing behind: training, or other work that is not generation.
+    Without a session it is a forward that keeps nothing: training, or other work that is not generation.
     """
     model = cache.model
 

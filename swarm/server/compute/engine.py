@@ -1,5 +1,6 @@
-"""The loop around the scheduler: collects the requests of all sessions, has the scheduler choose, and computes,
-iteration after iteration, in the compute thread. An error in one request never reaches another.
+"""The loop around the scheduler: collects requests, has the scheduler choose, and computes, iteration after iteration.
+
+It runs in the compute thread. An error in one request never reaches another.
 
 A request that waits alone is computed without asking the scheduler. Blocks that take a millisecond or two (small
 models, few blocks) compute it in the network loop, because two changes of thread would cost as much.
@@ -190,7 +191,7 @@ class Engine:
         return await self.submit(request)
 
     def submit(self, request: ForwardWork | BackwardWork) -> asyncio.Future[ComputeResult]:
-        """What `compute` waits for. If the caller settles the future itself, the request, or its result, is dropped."""
+        """What `compute` waits for. If the caller settles the future itself, the request or its result is dropped."""
         loop, now = asyncio.get_running_loop(), time.monotonic()
         is_whole = isinstance(request, BackwardWork)
         is_short = not is_whole and max(request.layout.counts) <= MAX_SHORT_TOKENS

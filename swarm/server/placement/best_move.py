@@ -6,8 +6,8 @@ could move to.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,8 +34,6 @@ class PlacementSnapshot:
         rates: tokens/s that they add to each of their blocks, as announced.
         serving: False while a server is still loading.
         mobility: `Mobility` of each.
-        lengths: how many blocks they would hold after a move.
-        rates_after: tokens/s that they would add to each of these.
         blocks: how many the model has.
     """
 
@@ -45,39 +43,20 @@ class PlacementSnapshot:
     rates: Floats
     serving: Flags
     mobility: Ints
-    lengths: Ints
-    rates_after: Floats
     blocks: int
 
 
-def take_snapshot(
-    servers: Iterable[ServerInfo], blocks: int, lengths: Mapping[str, int] | None = None
-) -> PlacementSnapshot:
-    """The servers that count: loading or online, and inside the model.
-
-    Args:
-        servers: as fetched from the DHT.
-        blocks: how many the model has.
-        lengths: peer id -> how many blocks it would hold after a move. The others keep their length, which
-            their memory bounds.
-    """
-    lengths = lengths or {}
+def take_snapshot(servers: Iterable[ServerInfo], blocks: int) -> PlacementSnapshot:
+    """The servers that count: loading or online, and inside the model of so many blocks."""
     counted = [s for s in servers if s.state is not ServerState.OFFLINE and s.span.end <= blocks]
     counted.sort(key=lambda server: server.peer_id)
-    rates = np.array([server.tokens_per_second for server in counted], dtype=np.float64)
-    rates_after = rates.copy()
-    for index, server in enumerate(counted):
-        if server.peer_id in lengths:
-            rates_after[index] = replace(server, span=Span(0, lengths[server.peer_id])).tokens_per_second
     return PlacementSnapshot(
         peers=tuple(server.peer_id for server in counted),
         starts=np.array([server.span.start for server in counted], dtype=np.int64),
         ends=np.array([server.span.end for server in counted], dtype=np.int64),
-        rates=rates,
+        rates=np.array([server.tokens_per_second for server in counted], dtype=np.float64),
         serving=np.array([server.state is ServerState.ONLINE for server in counted], dtype=np.bool_),
         mobility=np.array([server.mobility for server in counted], dtype=np.int64),
-        lengths=np.array([lengths.get(s.peer_id, s.span.length) for s in counted], dtype=np.int64),
-        rates_after=rates_after,
         blocks=blocks,
     )
 
@@ -100,10 +79,10 @@ class PlacementState:
     def __init__(self, view: PlacementSnapshot, immovable: frozenset[str] = frozenset()) -> None:
         limit = plausible_rate(view.rates)
         self._peers, self._blocks = view.peers, view.blocks
-        self._starts, self._ends, self._lengths = view.starts.copy(), view.ends.copy(), view.lengths
-        self._rates, self._rates_after = np.minimum(view.rates, limit), np.minimum(view.rates_after, limit)
+        self._starts, self._ends, self._lengths = view.starts.copy(), view.ends.copy(), view.ends - view.starts
+        self._rates = np.minimum(view.rates, limit)
         self._trusted = (view.serving & (view.rates <= limit)).astype(np.float64)
-        self._movable = view.serving & (view.lengths <= view.blocks) & (view.mobility >= Mobility.COOLING)
+        self._movable = view.serving & (view.mobility >= Mobility.COOLING)
         if immovable:
             self._movable &= np.array([peer not in immovable for peer in view.peers], dtype=np.bool_)
         self._free = self._movable & (view.mobility == Mobility.FREE)
@@ -127,8 +106,7 @@ class PlacementState:
     @property
     def even_share(self) -> float:
         """Tokens/s of every block if all throughput were spread evenly; no placement does better."""
-        most = np.maximum(self._rates * (self._ends - self._starts), self._rates_after * self._lengths)
-        return float(most.sum()) / self._blocks
+        return float((self._rates * self._lengths).sum()) / self._blocks
 
     def throughputs_without(self, candidate: MoveCandidate, throughputs: Floats) -> Floats:
         """The `throughputs` (tokens/s a block) while this server is away."""
@@ -165,9 +143,7 @@ class PlacementState:
         weakest, fewest = _RangeMinimum(self.throughputs), _RangeMinimum(self._staying)
         old = weakest(self._starts, self._ends)
         dispensable = fewest(self._starts, self._ends) - self._trusted >= 1
-        # A server that would add less to the blocks that it keeps must not make them as weak either.
-        lost = self._rates - self._rates_after
-        movable = self._free & dispensable & ((lost <= 0) | (old - lost > floor))
+        movable = self._free & dispensable
         target = floor * (1 + gain)
         for servers in self._most_promising(movable & self._without_block(block), old - self._rates > target, floor):
             candidates = _CandidateMoves(self, block, servers)
@@ -188,9 +164,9 @@ class PlacementState:
         spare &= movable
         if spare.sum() > MAX_CANDIDATES:
             sums = _prefix(self.throughputs)
-            gained = self._rates_after * self._lengths * (2 * floor + self._rates_after)
+            gained = self._rates * self._lengths * (2 * floor + self._rates)
             held = sums[self._ends] - sums[self._starts]
-            lost = self._rates * (2 * held - self._rates * (self._ends - self._starts))
+            lost = self._rates * (2 * held - self._rates * self._lengths)
             yield np.sort(np.argpartition(np.where(spare, gained - lost, np.inf), MAX_CANDIDATES)[:MAX_CANDIDATES])
         elif spare.any():
             yield np.flatnonzero(spare)
@@ -203,7 +179,7 @@ class PlacementState:
         self.throughputs[old.start : old.end] -= self._rates[server]
         self._holders[old.start : old.end] -= 1
         self._staying[old.start : old.end] -= self._trusted[server]
-        self._starts[server], self._ends[server], self._rates[server] = start, end, self._rates_after[server]
+        self._starts[server], self._ends[server] = start, end
         self.throughputs[start:end] += self._rates[server]
         self._holders[start:end] += 1
         self._movable[server] = self._free[server] = False
@@ -216,7 +192,7 @@ class _CandidateMoves:
     Attributes:
         servers: index of the server.
         starts, ends, rates: what it has now.
-        new_starts, new_ends, rates_after: what it would have.
+        new_starts, new_ends: what it would have.
         left_starts, left_ends: the blocks it would leave, an empty range if none.
     """
 
@@ -229,7 +205,7 @@ class _CandidateMoves:
         self.new_starts = np.arange(len(self.servers)) + np.repeat(first - (np.cumsum(count) - count), count)
         self.new_ends = self.new_starts + p._lengths[self.servers]
         self.starts, self.ends = p._starts[self.servers], p._ends[self.servers]
-        self.rates, self.rates_after = p._rates[self.servers], p._rates_after[self.servers]
+        self.rates = p._rates[self.servers]
         # The block lies on one side of what the server holds, so what it would leave is one range.
         forward = self.ends <= block
         self.left_starts = np.where(forward, self.starts, np.minimum(self.ends, np.maximum(self.starts, self.new_ends)))
@@ -238,12 +214,10 @@ class _CandidateMoves:
 
     def evenest(self, allowed: Flags) -> MoveCandidate:
         """Of the `allowed` candidates (at least one), the one with the least sum of squared throughputs."""
-        gained = self.rates_after * (self._sums[self.new_ends] - self._sums[self.new_starts])
-        lost = self.rates * (self._sums[self.ends] - self._sums[self.starts])
-        length, new_length = self.ends - self.starts, self.new_ends - self.new_starts
-        kept = length - (self.left_ends - self.left_starts)
-        change = self.rates_after**2 * new_length + self.rates**2 * length - 2 * self.rates * self.rates_after * kept
-        best = int(np.where(allowed, 2 * (gained - lost) + change, np.inf).argmin())
+        gained = self._sums[self.new_ends] - self._sums[self.new_starts]
+        lost = self._sums[self.ends] - self._sums[self.starts]
+        change = self.rates * (gained - lost) + self.rates**2 * (self.left_ends - self.left_starts)
+        best = int(np.where(allowed, change, np.inf).argmin())
         return MoveCandidate(int(self.servers[best]), int(self.new_starts[best]))
 
 

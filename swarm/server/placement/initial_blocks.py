@@ -3,12 +3,9 @@
 A joining server takes the contiguous window whose blocks are served worst (Petals, section 3.2). Joining servers count
 as if they served already, or all newcomers would take the same blocks; servers that announced that they leave do not.
 
-**Announced rates are trusted only up to a limit.** A rate counts as at most `MAX_PLAUSIBLE_RATIO` times the rate that
-nine in ten servers stay below, so a server that lies can keep others away from its blocks by that much and no more. The
-percentile leaves out the fastest tenth, at least one server, so a single liar cannot raise its own limit. Many liars
-could, but an attacker with many identities has no need to lie about one of them. A single huge and honest server pays
-the price: the swarm believes only a part of its rate and gives its blocks more helpers than they need. Of log-normal
-rates with sigma 1 (a factor of 100 between the slowest and the fastest percent) the limit hides 1 to 2 % of all
+A rate counts as at most `MAX_PLAUSIBLE_RATIO` times the rate that nine in ten servers stay below, so a server that lies
+can keep others away from its blocks by that much and no more. The percentile leaves out the fastest tenth, at least one
+server, so a single liar cannot raise its own limit. Of log-normal rates with sigma 1 the limit hides 1 to 2 % of all
 throughput.
 """
 

@@ -8,14 +8,12 @@ another one makes.
 Rules of a plan:
 - Each move goes to the weakest block and leaves no block as weak as that one was, so the weakest blocks only get
   better and repeated plans come to an end. Of such moves the one that evens out the throughputs most is taken.
-- While every block is held, no move takes away the last server of a block, not even for the time of loading: servers
-  that are still loading do not count as holders there, and neither do those whose announced rate is not plausible, so
-  a liar is not left alone with his blocks.
+- While every block is held, no move takes away the last server of a block, not even while it loads: servers that are
+  still loading do not count as holders, nor do those whose announced rate is not plausible.
 - While every block is held, moves are made only if the weakest block gains `min_gain` by them and if what they gain in
   `horizon` pays for what is lost during `load_seconds`.
-- While no server holds some block, the model does not run at all. Then every move is right that closes more gaps than
-  it opens, at once: taking one server out of a doubly held stretch opens none; giving up a lonely stretch of two blocks
-  for a gap of five leaves fewer gaps than before, and costs nothing while no client is served.
+- While no server holds some block, the model does not run at all, so every move is right that closes more gaps than it
+  opens.
 """
 
 from __future__ import annotations
@@ -141,7 +139,6 @@ def decide_move(
     now: float,
     history: MoveHistory,
     policy: MovePolicy,
-    length: int | None = None,
 ) -> MoveDecision:
     """Whether and where the server `me` should move.
 
@@ -151,12 +148,9 @@ def decide_move(
         blocks: of the model.
         now: seconds, on the clock that `history` is kept in.
         history: what the last decision returned.
-        length: how many blocks it would hold after the move; as many as now if not given.
     """
-    view = take_snapshot(servers, blocks, {} if length is None else {me: length})
-    return decide_from_plan(
-        plan_moves(view, policy, history.overdue_servers(now, policy) - {me}), me, now, history, policy
-    )
+    plan = plan_moves(take_snapshot(servers, blocks), policy, history.overdue_servers(now, policy) - {me})
+    return decide_from_plan(plan, me, now, history, policy)
 
 
 def decide_from_plan(plan: MovePlan, me: str, now: float, history: MoveHistory, policy: MovePolicy) -> MoveDecision:

@@ -2,11 +2,10 @@
 
 Rules:
 - An adapter belongs to the peer that sent it, which names a block's part by its digest. No peer finds the adapters of
-  another, or learns whether they exist. Those that the server itself was started with are found by every peer.
-- Parts that have not been used for a while are dropped. So are the least recently used ones, where a peer or all peers
-  together exceed their memory, or a peer keeps more than a few versions of one block's part: training makes a new one
-  with every step.
-- Sessions and requests keep their parts for as long as they need them, and these count as well.
+  another. Those that the server was started with are found by every peer.
+- Parts that have not been used for a while are dropped. So are the least recently used ones if a peer or all peers
+  exceed their memory, or if a peer has more than a few versions of one block's part: training makes one with each step.
+- Sessions and requests keep their parts for as long as they need them. These count too.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Awaitable
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -25,6 +26,7 @@ from swarm.errors import (
     ProtocolViolation,
     RemoteError,
     ServerClosing,
+    ServerFault,
     TooLong,
     UnknownSession,
 )
@@ -36,9 +38,7 @@ from swarm.protocol.framing import Frame
 from swarm.server.compute.compute_request import Bytes
 from swarm.server.compute.engine import Engine
 from swarm.server.sessions.adapter_store import AdapterStore
-from swarm.server.sessions.pushing.dial_budget import DialBudget
-from swarm.server.sessions.pushing.push_link import PushLink
-from swarm.server.sessions.replies import Answer, Replies
+from swarm.server.sessions.push_link import PUSHED_REPLY_DELAY_S, DialBudget, PushLink
 from swarm.server.sessions.reply_stream import REFUSED_PAYLOAD_TIMEOUT_S, ReplyStream
 from swarm.server.sessions.request_memory import Admission, RequestAccount
 from swarm.server.sessions.request_validation import RequestLimits, RequestValidator
@@ -52,6 +52,10 @@ logger = logging.getLogger(__name__)
 
 NOTICE_TIMEOUT_S = 1.0
 """How long a client gets to read that this server is leaving."""
+
+
+Answer = tuple[messages.Message | None, Bytes]
+"""A reply, or None where the message is not answered, and its payload."""
 
 
 class MessageHandler:
@@ -76,12 +80,13 @@ class MessageHandler:
         self._model = model
         self._sessions = sessions
         self._observer = observer or ServerObserver()
-        self._replies = Replies(self._observer)
         self._limits = limits or RequestLimits()
         self._validator = RequestValidator(model, revision, self._limits)
         store = adapters if adapters is not None else AdapterStore(time.monotonic)
         self._steps = SessionSteps(sessions, engine, self._validator, self._observer)
-        self._unanswered = _UnansweredRequests()
+        self._unanswered = 0
+        self._all_answered = asyncio.Event()
+        self._all_answered.set()
         self._network = network
         self._dials = DialBudget(network.knows)
         self._stateless = StatelessRequests(model, self._validator, engine, store)
@@ -112,7 +117,7 @@ class MessageHandler:
 
     async def idle(self) -> None:
         """Return once every request that has arrived is answered."""
-        await self._unanswered.none()
+        await self._all_answered.wait()
 
     async def hand_over(self) -> None:
         """Ask the clients of all sessions to use another server. Their sessions still work until `closed`."""
@@ -158,11 +163,14 @@ class MessageHandler:
             while not state.over:
                 frame = await stream.receive(self._stateless.max_payload, admission.admit)
                 admission.has_arrived()
-                self._unanswered.add()
+                self._unanswered += 1
+                self._all_answered.clear()
                 try:
                     await self._handle_frame(stream, frame, admission.message, state)
                 finally:
-                    self._unanswered.remove()
+                    self._unanswered -= 1
+                    if not self._unanswered:
+                        self._all_answered.set()
                     admission.release()
         except ProtocolViolation as error:
             await self._reject(stream, error)
@@ -186,8 +194,48 @@ class MessageHandler:
 
     async def _reject(self, stream: ReplyStream, error: RemoteError, step: int | None = None) -> None:
         """Say why the connection ends."""
+        await stream.send(self._refuse(error, step))
+
+    async def _answer_or_refuse(
+        self, handling: Awaitable[Answer], message: messages.Message, client: str, step: int | None
+    ) -> Answer:
+        """The answer to a message, or a refusal. Raises `ProtocolViolation`, which ends the stream.
+
+        Computing may raise anything. A fault of this server must not end the stream of the client, which learns only
+        that it happened; the log says what it was.
+        """
+        try:
+            return await handling
+        except ProtocolViolation:
+            raise
+        except RemoteError as error:
+            return self._refuse(error, step), b""
+        except Exception as error:
+            kind, peer = type(message).__name__, client[-6:]
+            extra = {"request": kind, "peer": peer}
+            logger.error("a %s of peer …%s failed", kind, peer, exc_info=error, extra=extra)
+            fault = ServerFault("the computation failed at this server; its log says why")
+            return self._refuse(fault, step), b""
+
+    def _refuse(self, error: RemoteError, step: int | None) -> messages.Refusal:
+        """The refusal that tells a client the error."""
         self._observer.request_refused(error.code)
-        await stream.send(messages.refusal(error, step))
+        return messages.refusal(error, step)
+
+    async def _send(
+        self, stream: ReplyStream, reply: messages.Message, payload: Bytes, session: Session | None = None
+    ) -> None:
+        """Send an answer. The copy of outputs that were pushed waits until the push is under way.
+
+        Args:
+            session: that of the answer; None if it need not wait.
+        """
+        link = session.push_link if session is not None else None
+        if isinstance(reply, messages.StepReply) and reply.pushed and link is not None:
+            await stream.send_later(PUSHED_REPLY_DELAY_S, reply, payload)
+        else:
+            await stream.send(reply, payload)
+        self._observer.payload_sent(len(payload))
 
     async def _handle_frame(
         self, stream: ReplyStream, frame: Frame, message: messages.ClientMessage, state: _StreamState
@@ -195,10 +243,10 @@ class MessageHandler:
         self._observer.message_received(len(frame.payload))
         step = message.step if isinstance(message, messages.StepRequest) else None
         handling = self._handle_message(stream, message, frame.payload, state)
-        reply, payload = await self._replies.answer_or_refuse(handling, message, stream.peer_id, step)
+        reply, payload = await self._answer_or_refuse(handling, message, stream.peer_id, step)
         if reply is not None:
             try:
-                await self._replies.send(stream, reply, payload, state.session)
+                await self._send(stream, reply, payload, state.session)
             except PeerTimeout:
                 raise
             except PeerLost:  # a client that has hung up may have closed its session before
@@ -249,7 +297,7 @@ class MessageHandler:
         if state.session is not None:
             raise ProtocolViolation("a stream carries one session; open another stream")
         span = self._validator.validate_span(message.revision, message.start, message.end)
-        adapter = self._stateless.find_adapter(stream.peer_id, span, message.adapters)
+        adapter = self._stateless.adapters.find(stream.peer_id, span, message.adapters)
         terms = SessionTerms(
             session_id=message.session_id,
             peer_id=stream.peer_id,
@@ -301,10 +349,10 @@ class MessageHandler:
         session = await self._sessions.find_for_push(peer_id, message.client, message.session_id, len(step.counts))
         session.require_near(step.step)
         handling = self._steps.run_step(session, step, payload, asked_by_client=False)
-        reply, output = await self._replies.answer_or_refuse(handling, message, message.client, step.step)
+        reply, output = await self._answer_or_refuse(handling, message, message.client, step.step)
         if reply is not None and session.client is not None:
             with suppress(PeerLost):  # a client that is away may ask again
-                await self._replies.send(session.client, reply, output, session)
+                await self._send(session.client, reply, output, session)
 
     def _info(self) -> messages.InfoReply:
         span = self._model.span
@@ -324,30 +372,6 @@ async def _notify(client: Stream, notice: RemoteError) -> None:
     with suppress(PeerLost, TimeoutError):
         async with asyncio.timeout(NOTICE_TIMEOUT_S):
             await client.send(messages.refusal(notice))
-
-
-class _UnansweredRequests:
-    """Counts the requests that have arrived and are not answered yet."""
-
-    def __init__(self) -> None:
-        self._count = 0
-        self._none = asyncio.Event()
-        self._none.set()
-
-    def add(self) -> None:
-        """A request has arrived."""
-        self._count += 1
-        self._none.clear()
-
-    def remove(self) -> None:
-        """A request is answered, or dropped."""
-        self._count -= 1
-        if not self._count:
-            self._none.set()
-
-    async def none(self) -> None:
-        """Return once every request that has arrived is answered."""
-        await self._none.wait()
 
 
 @dataclass

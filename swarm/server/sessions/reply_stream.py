@@ -11,7 +11,7 @@ from contextlib import suppress
 from swarm.errors import PeerLost, PeerTimeout, RemoteError
 from swarm.protocol.framing import MAX_PAYLOAD_BYTES, Frame
 from swarm.protocol.messages import Message
-from swarm.server.sessions.pushing.push_link import MIN_BYTES_PER_S, PUSH_TIMEOUT_S
+from swarm.server.sessions.push_link import MIN_BYTES_PER_S, PUSH_TIMEOUT_S
 from swarm.transport.stream import AdmitFrame, PayloadLimit, Stream
 
 DISCARD_TIMEOUT_S = 2.0

@@ -202,7 +202,7 @@ class Admission:
         self.message = messages.decode_client(header)
         account, pool = self._account, self._account.pool
         needed = account.needs(self.peer, self.message, payload_length)
-        training = isinstance(self.message, messages.ForwardRequest | messages.BackwardRequest)
+        training = isinstance(self.message, messages.WholeSequencesRequest)
         try:
             if needed + STREAM_BYTES > pool.quota:
                 raise (MemoryFull if training else TooLong)(

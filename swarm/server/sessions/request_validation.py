@@ -13,7 +13,7 @@ from swarm.protocol import messages
 from swarm.protocol.compression import is_finite, load_quantizer, payload_bytes
 from swarm.server.limits import DEFAULT_REQUEST_BYTES
 
-HiddenStatesRequest = messages.StepRequest | messages.ReplayRequest | messages.ForwardRequest | messages.BackwardRequest
+HiddenStatesRequest = messages.StepRequest | messages.ReplayRequest | messages.WholeSequencesRequest
 """Requests that carry hidden states of some sequences."""
 
 
@@ -91,7 +91,7 @@ class RequestValidator:
             tuple(rope_lengths) if rope_lengths is not None else None,
         )
         self._validate_positions(layout)
-        is_whole = isinstance(message, messages.ForwardRequest | messages.BackwardRequest)
+        is_whole = isinstance(message, messages.WholeSequencesRequest)
         return replace(layout, rope_lengths=layout.ends) if is_whole else layout
 
     def validate_exits(self, message: messages.StepRequest, span: Span, early_exits: bool) -> None:
@@ -154,18 +154,18 @@ class RequestValidator:
         self._validate_token_count(tokens, self._limits.backward_tokens)
         values, dtype = tokens * self._model.hidden_size, message.dtype
         inputs = payload_bytes(values, message.format, dtype)
-        gradients = payload_bytes(values, message.gradient_format, dtype)
+        gradients = payload_bytes(values, message.reply_format, dtype)
         if len(payload) != inputs + gradients:
             raise WrongShape(
                 f"inputs and gradients of {tokens} tokens take {inputs} + {gradients} bytes as {message.format} and "
-                f"{message.gradient_format}, got {len(payload)}"
+                f"{message.reply_format}, got {len(payload)}"
             )
         whole = memoryview(payload)
         if not await run_large(inputs, is_finite, whole[:inputs], values, message.format, dtype):
             raise NotFinite("the hidden states hold NaN or infinity")
-        if not await run_large(gradients, is_finite, whole[inputs:], values, message.gradient_format, dtype):
+        if not await run_large(gradients, is_finite, whole[inputs:], values, message.reply_format, dtype):
             raise NotFinite("the gradients hold NaN or infinity; check the loss")
-        await self.load_formats(message.format, message.gradient_format)
+        await self.load_formats(message.format, message.reply_format)
 
     def _validate_token_count(self, tokens: int, limit: int) -> None:
         if not 0 < tokens <= limit:

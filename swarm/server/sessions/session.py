@@ -12,7 +12,7 @@ from swarm.errors import WrongPosition
 from swarm.models.execution.session_cache import SessionCache
 from swarm.protocol.messages import StepReply, StepRequest
 from swarm.server.compute.compute_request import ComputeResult
-from swarm.server.sessions.pushing.push_link import PushLink
+from swarm.server.sessions.push_link import PushLink
 from swarm.server.sessions.reply_stream import ReplyStream
 
 LINK_TIMEOUT_S = 2.0
@@ -24,7 +24,7 @@ gives steps up, at most the chunks of a prompt at once."""
 
 
 class StepGivenUp(Exception):
-    """The client does not want the step any more that it waited for."""
+    """The client no longer wants the step."""
 
 
 class KeptReply(NamedTuple):
@@ -76,8 +76,8 @@ class Session:
         previous_peer: the peer that may push steps into the session, besides the client itself.
         push_sequences: number of sequences that its steps may bring, if the session has fewer.
         push_link: the link to the next server.
-        lock: held by the step that is being answered. One that was given up may still be computed, and its tokens be
-            cached, after it has released the lock; the engine starts the next step after that, which sets them back.
+        lock: held by the step that is being answered. A step that was given up may be computed and cached after it
+            has released the lock; the engine starts the next step, which sets the cache back, after that.
         computing: number and result of that step while the engine has it. A replay has no number.
         reserving: held while cache is reserved, so that two connections never reserve the same sequences twice.
     """

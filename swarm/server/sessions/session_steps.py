@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import msgspec
+import torch
 
-from swarm.common.dtypes import dtype_name
+from swarm.common.dtypes import dtype_name, not_finite_help
 from swarm.common.large_payloads import run_large
-from swarm.data_structures import ExitThresholds, StepLayout, WireFormat
+from swarm.common.outcome import result_or_error
+from swarm.data_structures import ExitThresholds, Span, StepLayout, WireFormat
 from swarm.errors import CacheFull, ServerClosing, WrongPosition
 from swarm.metrics.server import ServerObserver
+from swarm.models.execution.session_cache import forward_without_cache
+from swarm.models.execution.span_model import SpanModel
 from swarm.models.execution.span_pass import StepExits
 from swarm.protocol import messages
 from swarm.protocol.compression import is_finite
@@ -19,7 +25,6 @@ from swarm.protocol.input_checksum import input_checksum
 from swarm.server.compute import compute_request
 from swarm.server.compute.compute_request import Bytes, ComputeResult
 from swarm.server.compute.engine import Engine
-from swarm.server.compute.not_finite import warn_of_not_finite
 from swarm.server.sessions.request_validation import RequestValidator
 from swarm.server.sessions.session import KeptReply, Session, StepGivenUp
 from swarm.server.sessions.session_table import SessionTable
@@ -175,7 +180,7 @@ class SessionSteps:
             output, values = result.payload, layout.tokens * session.cache.model.hidden_size
             if not await run_large(len(output), is_finite, output, values, reply_format, _dtype(session)):
                 self._warned_of_nan = True
-                job = partial(warn_of_not_finite, session.cache.model, work.decode, layout)
+                job = partial(_warn_of_not_finite, session.cache.model, work.decode, layout)
                 self._engine.compute_thread.post(job)
         return result
 
@@ -213,3 +218,20 @@ def _exits(session: Session, message: messages.StepRequest) -> StepExits | None:
 
 def _dtype(session: Session) -> str:
     return dtype_name(session.cache.model.dtype)
+
+
+def _warn_of_not_finite(model: SpanModel, inputs: Callable[[], torch.Tensor], layout: StepLayout) -> None:
+    """Say which block makes NaN or infinity of the inputs of a session's first step: all are computed once more."""
+    found, dtype = result_or_error(_first_block, model, inputs, layout), dtype_name(model.dtype)
+    culprit = f"Block {found}" if isinstance(found, int) else f"One of the blocks {model.span}"
+    logger.warning("%s computed NaN or infinity in %s from finite inputs; %s", culprit, dtype, not_finite_help(dtype))
+
+
+def _first_block(model: SpanModel, inputs: Callable[[], torch.Tensor], layout: StepLayout) -> int | None:
+    hidden = inputs().to(model.dtype)
+    for block in range(model.span.start, model.span.end):
+        part = model.narrowed(Span(block, block + 1))
+        hidden = forward_without_cache(part, hidden, replace(layout, sources=None))
+        if not bool(hidden.isfinite().all()):
+            return block
+    return None

@@ -1,12 +1,10 @@
 """The sessions that a server keeps.
 
 A session reserves `sequences x max_length` tokens of cache when it is opened, and more when it first brings more
-sequences. A token is one position in all blocks of the server, so a session on a part of them reserves its share, and
-what its last reply takes as well, whose size does not depend on the blocks. It frees them
-when it is closed, when its connection has been gone for `RECONNECT_TIMEOUT_S` seconds (so that
-a client may reconnect and ask for a lost reply again), or when nothing has arrived for it for `IDLE_TIMEOUT_S` seconds.
-If another session needs its cache, it may be asked to leave before (`swarm.server.memory`). A session belongs
-to the peer that opened it.
+sequences. A token is one position in all blocks of the server, so a session on some of them reserves its share, and
+what its last reply takes. It ends when it is closed, when its connection has been gone for `RECONNECT_TIMEOUT_S`
+seconds (until then its client may reconnect and ask for a lost reply), or when nothing has arrived for `IDLE_TIMEOUT_S`
+seconds. If another session needs its cache, it may be asked to leave before (`swarm.server.memory`).
 """
 
 from __future__ import annotations
@@ -116,17 +114,13 @@ class SessionTable:
         session.client = client  # a connection that was refused does not replace one that works
         return session
 
-    def find(self, client: str, session_id: bytes) -> Session | None:
-        """The session that a client has under this id."""
-        return self._sessions.get((client, session_id))
-
     async def find_for_push(self, previous_peer: str, client: str, session_id: bytes, sequences: int = 1) -> Session:
         """The session of `client` into which `previous_peer` may push a step of so many sequences.
 
         Raises `UnknownSession`, after the same time whether there is no such session, or the peer may not push there:
         it learns nothing about it.
         """
-        session = self.find(client, session_id)
+        session = self._sessions.get((client, session_id))
         if session is not None and await session.may_push(previous_peer, sequences):
             return session
         if session is None:

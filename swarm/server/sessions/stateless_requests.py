@@ -6,9 +6,7 @@ Messages are validated and refused here; the engine computes. Nothing but adapte
 from __future__ import annotations
 
 from swarm.common.dtypes import dtype_name
-from swarm.data_structures import Span
 from swarm.errors import WrongSpan
-from swarm.models.adapters.adapter_batch import AdapterWeights
 from swarm.models.adapters.block_adapter import BlockAdapterWeights
 from swarm.models.execution.session_cache import ForwardCache
 from swarm.models.execution.span_model import SpanModel
@@ -42,10 +40,6 @@ class StatelessRequests:
         """Size in bytes that no valid payload exceeds."""
         return max(self._validator.max_payload, self.adapters.limits.peer_memory)
 
-    def find_adapter(self, peer: str, span: Span, digests: list[bytes] | None) -> AdapterWeights:
-        """The adapter that a request names. Raises `UnknownAdapter` or `WrongShape`."""
-        return self.adapters.find(peer, span, digests)
-
     async def run_forward(
         self, peer: str, message: messages.ForwardRequest, payload: Bytes
     ) -> tuple[messages.ForwardReply, Bytes]:
@@ -53,7 +47,7 @@ class StatelessRequests:
         span = self._validator.validate_span(message.revision, message.start, message.end)
         layout = self._validator.validate_layout(message)
         await self._validator.validate_payload(layout.tokens, message.format, message.dtype, payload)
-        cache = ForwardCache(self._model.narrowed(span), layout, self.find_adapter(peer, span, message.adapters))
+        cache = ForwardCache(self._model.narrowed(span), layout, self.adapters.find(peer, span, message.adapters))
         await self._validator.load_formats(message.reply_format)
         result = await self._engine.compute(
             compute_request.forward_work(
@@ -74,15 +68,15 @@ class StatelessRequests:
             compute_request.backward_work(
                 peer,
                 self._model.narrowed(span),
-                self.find_adapter(peer, span, message.adapters),
+                self.adapters.find(peer, span, message.adapters),
                 layout,
                 payload,
                 message.format,
-                message.gradient_format,
+                message.reply_format,
                 message.dtype,
             )
         )
-        reply = messages.BackwardReply(message.gradient_format, self._dtype, result.milliseconds)
+        reply = messages.BackwardReply(message.reply_format, self._dtype, result.milliseconds)
         return reply, result.payload
 
     async def store_adapters(self, peer: str, message: messages.PutAdapters, payload: Bytes) -> messages.AdaptersStored:

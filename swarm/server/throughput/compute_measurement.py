@@ -27,8 +27,7 @@ from swarm.models.block_loading import return_freed_memory
 from swarm.models.execution.session_cache import SessionCache
 from swarm.models.execution.span_model import SpanModel
 from swarm.server.throughput import throughput_cache
-from swarm.server.throughput.throughput_cache import MeasurementConditions, Throughput
-from swarm.server.throughput.throughput_option import ThroughputOption
+from swarm.server.throughput.throughput_cache import MeasurementConditions, Throughput, ThroughputOption
 
 logger = logging.getLogger(__name__)
 

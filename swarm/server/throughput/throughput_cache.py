@@ -1,7 +1,6 @@
-"""Earlier measurements, in a small JSON file, so that a server that is started again need not measure again.
+"""The `--throughput` option, and earlier measurements in a small JSON file, so that a server need not measure again.
 
-The file is a convenience. Whatever is wrong with it (missing, broken, locked, not writable) only means that the server
-measures again; nothing here raises.
+Whatever is wrong with the file (missing, broken, locked, not writable) only means that the server measures again.
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ from pathlib import Path
 from swarm.common.files.atomic_file import replace_file
 from swarm.common.files.checked_json import fields, items, number, parse_json, text, to_json
 from swarm.common.files.folders import cache_folder
+from swarm.errors import InvalidOption
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +54,32 @@ class Throughput:
 
     decode: float
     forward: float
+
+
+@dataclass(frozen=True)
+class ThroughputOption:
+    """Where a server's throughput comes from: measured once and then remembered, unless a field says otherwise.
+
+    Attributes:
+        rate: blocks x tokens per second as given; nothing is measured.
+        remeasure: measure even if an earlier result is known.
+    """
+
+    rate: float | None = None
+    remeasure: bool = False
+
+    @classmethod
+    def parse(cls, text: str) -> ThroughputOption:
+        """Read `auto`, `measure` or a number. Raises `InvalidOption`."""
+        if text in ("auto", "measure"):
+            return cls(remeasure=text == "measure")
+        try:
+            rate = float(text)
+        except ValueError:
+            rate = 0.0
+        if not 0 < rate < 1e9:
+            raise InvalidOption(f"--throughput {text!r}: use auto, measure or a number of blocks per second above 0")
+        return cls(rate)
 
 
 @dataclass(frozen=True)

@@ -121,7 +121,7 @@ def test_gradients_that_outgrow_float16_travel_as_bfloat16():
     async def scenario(swarm):
         server = await swarm.add(refusal(WrongDtype("they reach 1e5")), backward_reply(format=WireFormat.BFLOAT16))
         await backward(swarm)
-        formats = [request.gradient_format for request, _ in server.requests]
+        formats = [request.reply_format for request, _ in server.requests]
         assert formats == [WireFormat.FLOAT16, WireFormat.BFLOAT16]
         exact = RequestOptions("main", WireFormat.NONE, 60.0)
         await swarm.add(refusal(WrongDtype("not mine")))

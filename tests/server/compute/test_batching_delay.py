@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import asyncio
-import multiprocessing
 from types import SimpleNamespace
 
 import pytest
@@ -23,7 +22,6 @@ from swarm.server.compute.batching_delay import (
     cpu_contention,
 )
 from tests import virtual_time
-from tests.waiting import wait_until
 
 T = 0.02
 """Seconds of an iteration."""
@@ -40,26 +38,12 @@ arrivals = st.lists(st.floats(1e-4, 3 * T), max_size=8, unique=True).map(sorted)
 
 
 @given(st.integers(1, 8), arrivals)
-def test_waiting_loses_less_than_it_saves(waiting, coming):
-    """Whom it waits for would else have come into a running iteration, and waited for its end."""
-    wait = best_delay(waiting, coming, T)
-    saved = sum(T - seconds for seconds in coming if seconds <= wait)
-    assert wait == 0 or lost(wait, waiting, coming) < saved
-
-
-@given(st.integers(1, 8), arrivals)
 def test_no_other_time_is_better(waiting, coming):
     def gain(wait: float) -> float:
         return sum(T - seconds for seconds in coming if seconds <= wait) - lost(wait, waiting, coming)
 
     best = best_delay(waiting, coming, T)
     assert all(gain(best) >= gain(other) - 1e-12 for other in (0.0, *coming))
-
-
-@given(st.integers(1, 8), arrivals, st.floats(0, 8), st.floats(0, 8))
-def test_the_more_gain_elsewhere_the_longer(waiting, coming, less, more):
-    less, more = sorted((less, more))
-    assert best_delay(waiting, coming, T, less) <= best_delay(waiting, coming, T, more) + 1e-12 or not coming
 
 
 def test_nobody_is_waited_for_who_comes_later_than_half_an_iteration():
@@ -162,15 +146,6 @@ def test_who_has_not_come_for_long_is_not_expected():
     assert one.sessions == 1
 
 
-def test_what_is_remembered_is_bounded_by_what_came_lately():
-    one, now = BatchingDelay(iteration=T), 0.0
-    for number in range(10_000):
-        now += 0.01
-        one.on_request(number, now, HERE)
-        one.on_answer(number, now + 0.005)
-    assert one.sessions <= SESSION_EXPECTED_S / 0.01 + 2
-
-
 def test_the_first_iteration_of_all_waits_for_nothing():
     one = BatchingDelay()
     for session in "abcdefgh":
@@ -206,11 +181,6 @@ def test_only_a_session_that_could_be_in_the_iteration_is_waited_for(other, join
 shares = st.floats(0, 1)
 
 
-@given(shares, shares)
-def test_a_share(used, mine):
-    assert 0 <= cpu_contention(used, mine) <= 1
-
-
 @given(shares)
 def test_a_machine_that_is_busy_with_this_process_alone_is_not_crowded(used):
     assert cpu_contention(used, 0.9 * used) == 0 or used == 0
@@ -222,28 +192,6 @@ def test_a_machine_that_is_busy_with_this_process_alone_is_not_crowded(used):
 )
 def test_others_crowd_it_by_what_they_use(used, expected):
     assert cpu_contention(used, used / 3) == pytest.approx(expected)
-
-
-def burn(go_on) -> None:
-    while go_on.is_set():
-        pass
-
-
-def test_other_processes_are_seen(monkeypatch):
-    """The limits are set so that one busy processor of those that are here is a crowd."""
-    monkeypatch.setattr(batching_delay, "SAMPLE_PERIOD_S", 0.1)
-    monkeypatch.setattr(batching_delay, "CONTENTION_START", 0.0)
-    monkeypatch.setattr(batching_delay, "CONTENTION_FULL", 0.1 / multiprocessing.cpu_count())
-    context = multiprocessing.get_context("spawn")
-    go_on, meter = context.Event(), CpuContentionMeter()
-    go_on.set()
-    other = context.Process(target=burn, args=(go_on,), daemon=True)
-    other.start()
-    try:
-        wait_until(lambda: meter.level() == 1)
-    finally:
-        go_on.clear()
-        other.join()
 
 
 def test_other_processes_are_gone_again_when_it_measures_next(monkeypatch):

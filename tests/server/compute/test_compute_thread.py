@@ -7,6 +7,7 @@ import pytest
 
 from swarm.errors import ServerClosing
 from swarm.server.compute.compute_thread import ComputeThread
+from tests.async_tests import as_test
 
 SOON = 60.0
 
@@ -24,48 +25,20 @@ def run(scenario) -> None:
     asyncio.run(whole())
 
 
-def test_jobs_run_one_after_the_other_in_order():
-    async def scenario(runtime):
-        log = []
-
-        def job(number):
-            log.append(("begin", number))
-            log.append(("end", number))
-            return number * 2
-
-        assert await asyncio.gather(*(runtime.run(job, n) for n in range(50))) == [n * 2 for n in range(50)]
-        assert log == [(what, n) for n in range(50) for what in ("begin", "end")]
-
-    run(scenario)
+thread_test = as_test(run, "runtime")
 
 
-def test_all_jobs_run_in_one_thread_that_is_not_the_network_loops():
-    async def scenario(runtime):
-        threads = {await runtime.run(threading.get_ident) for _ in range(5)}
-        assert len(threads) == 1
-        assert threading.get_ident() not in threads
+@thread_test()
+async def test_jobs_run_one_after_the_other_in_order(runtime):
+    log = []
 
-    run(scenario)
+    def job(number):
+        log.append(("begin", number))
+        log.append(("end", number))
+        return number * 2
 
-
-def test_arguments_arrive():
-    async def scenario(runtime):
-        assert await runtime.run(lambda *args, **kwargs: (args, kwargs), 1, 2, key=3) == ((1, 2), {"key": 3})
-
-    run(scenario)
-
-
-def test_the_loop_goes_on_while_a_job_computes():
-    async def scenario(runtime):
-        go_on = threading.Event()
-        computing = asyncio.create_task(runtime.run(go_on.wait, SOON))
-        for _ in range(10):
-            await asyncio.sleep(0)
-        assert not computing.done()
-        go_on.set()
-        assert await computing
-
-    run(scenario)
+    assert await asyncio.gather(*(runtime.run(job, n) for n in range(50))) == [n * 2 for n in range(50)]
+    assert log == [(what, n) for n in range(50) for what in ("begin", "end")]
 
 
 class OutOfMemory(BaseException):
@@ -73,107 +46,49 @@ class OutOfMemory(BaseException):
 
 
 @pytest.mark.parametrize("error", [ValueError("no"), KeyError("k"), OutOfMemory(), StopIteration("end")], ids=repr)
-def test_an_exception_comes_back_and_the_next_job_runs(error):
-    async def scenario(runtime):
-        def fail():
-            raise error
+@thread_test()
+async def test_an_exception_comes_back_and_the_next_job_runs(runtime, error):
+    def fail():
+        raise error
 
-        with pytest.raises(BaseException) as caught:  # noqa: PT011
-            await runtime.run(fail)
-        # A future cannot carry StopIteration itself.
-        assert caught.value is error or (type(error) is StopIteration and "StopIteration" in str(caught.value))
-        assert await runtime.run(int, "7") == 7
-
-    run(scenario)
+    with pytest.raises(BaseException) as caught:  # noqa: PT011
+        await runtime.run(fail)
+    # A future cannot carry StopIteration itself.
+    assert caught.value is error or (type(error) is StopIteration and "StopIteration" in str(caught.value))
+    assert await runtime.run(int, "7") == 7
 
 
-def test_a_job_that_nobody_waits_for_any_more_is_not_begun():
-    async def scenario(runtime):
-        blocking, begun = threading.Event(), []
-        first = asyncio.create_task(runtime.run(blocking.wait, SOON))
-        unwanted = asyncio.create_task(runtime.run(begun.append, 1))
-        await asyncio.sleep(0)
-        unwanted.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await unwanted
-        blocking.set()
-        await first
-        await runtime.run(int)  # behind the unwanted job in the queue
-        assert begun == []
-
-    run(scenario)
+@thread_test()
+async def test_a_job_that_nobody_waits_for_any_more_is_not_begun(runtime):
+    blocking, begun = threading.Event(), []
+    first = asyncio.create_task(runtime.run(blocking.wait, SOON))
+    unwanted = asyncio.create_task(runtime.run(begun.append, 1))
+    await asyncio.sleep(0)
+    unwanted.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await unwanted
+    blocking.set()
+    await first
+    await runtime.run(int)  # behind the unwanted job in the queue
+    assert begun == []
 
 
-def test_a_running_job_whose_caller_leaves_does_no_harm():
-    async def scenario(runtime):
-        begun, go_on = threading.Event(), threading.Event()
-
-        def job():
-            begun.set()
-            go_on.wait(SOON)
-
-        unwanted = asyncio.create_task(runtime.run(job))
-        await asyncio.to_thread(begun.wait, SOON)
-        unwanted.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await unwanted
-        go_on.set()
-        assert await runtime.run(int, "7") == 7
-
-    run(scenario)
-
-
-def test_close_finishes_what_was_begun_and_takes_nothing_new():
-    async def scenario(runtime):
-        before = set(threading.enumerate())
-        other = ComputeThread()
-        (thread,) = set(threading.enumerate()) - before
-        go_on = threading.Event()
-        jobs = [asyncio.create_task(other.run(go_on.wait, SOON)) for _ in range(3)]
-        await asyncio.sleep(0)
-        other.close()
-        other.close()
-        with pytest.raises(ServerClosing):
-            await other.run(int)
-        go_on.set()
-        assert await asyncio.gather(*jobs) == [True] * 3
-        await asyncio.to_thread(thread.join, SOON)
-        assert not thread.is_alive()
-
-    run(scenario)
-
-
-def test_a_loop_that_is_gone_does_not_hurt_the_thread():
+@thread_test()
+async def test_close_finishes_what_was_begun_and_takes_nothing_new(runtime):
+    before = set(threading.enumerate())
+    other = ComputeThread()
+    (thread,) = set(threading.enumerate()) - before
     go_on = threading.Event()
-    runtimes = []
-
-    async def leave_early():
-        runtimes.append(ComputeThread())
-        waiting = asyncio.create_task(runtimes[0].run(go_on.wait, SOON))
-        await asyncio.sleep(0)
-        waiting.cancel()
-
-    asyncio.run(leave_early())
+    jobs = [asyncio.create_task(other.run(go_on.wait, SOON)) for _ in range(3)]
+    await asyncio.sleep(0)
+    other.close()
+    other.close()
+    with pytest.raises(ServerClosing):
+        await other.run(int)
     go_on.set()
-
-    async def come_back():
-        assert await asyncio.wait_for(runtimes[0].run(int, "7"), SOON) == 7
-
-    asyncio.run(come_back())
-    runtimes[0].close()
-
-
-def test_posted_jobs_take_their_turn():
-    async def scenario(runtime):
-        log = []
-        first = asyncio.create_task(runtime.run(log.append, "run"))
-        await asyncio.sleep(0)
-        assert runtime.post(lambda: log.append("posted"))
-        await runtime.run(log.append, "run again")
-        await first
-        assert log == ["run", "posted", "run again"]
-
-    run(scenario)
+    assert await asyncio.gather(*jobs) == [True] * 3
+    await asyncio.to_thread(thread.join, SOON)
+    assert not thread.is_alive()
 
 
 def test_whatever_is_accepted_is_run_however_close_the_end_is():
@@ -200,66 +115,45 @@ def test_whatever_is_accepted_is_run_however_close_the_end_is():
         assert len(ran) == len(accepted)
 
 
-def test_a_short_job_may_take_the_threads_turn_while_that_is_idle():
-    async def scenario(runtime):
-        assert await runtime.run(lambda: 1) == 1
-        threads = []
-        while not runtime.try_run_inline(lambda: threads.append(threading.get_ident())):
-            await asyncio.sleep(0)  # the thread has told of its last job before it is through with it
-        assert threads == [threading.get_ident()]
-        assert await runtime.run(lambda: 2) == 2
-
-    run(scenario)
+@thread_test()
+async def test_a_short_job_may_take_the_threads_turn_while_that_is_idle(runtime):
+    assert await runtime.run(lambda: 1) == 1
+    threads = []
+    while not runtime.try_run_inline(lambda: threads.append(threading.get_ident())):
+        await asyncio.sleep(0)  # the thread has told of its last job before it is through with it
+    assert threads == [threading.get_ident()]
+    assert await runtime.run(lambda: 2) == 2
 
 
-def test_a_short_job_never_runs_beside_another():
-    async def scenario(runtime):
-        begun, go_on = threading.Event(), threading.Event()
+@thread_test()
+async def test_a_short_job_never_runs_beside_another(runtime):
+    begun, go_on = threading.Event(), threading.Event()
 
-        def job():
-            begun.set()
-            return go_on.wait(SOON)
+    def job():
+        begun.set()
+        return go_on.wait(SOON)
 
-        computing = asyncio.create_task(runtime.run(job))
-        await asyncio.to_thread(begun.wait, SOON)
-        assert not runtime.try_run_inline(pytest.fail)
-        go_on.set()
-        assert await computing
-
-    run(scenario)
+    computing = asyncio.create_task(runtime.run(job))
+    await asyncio.to_thread(begun.wait, SOON)
+    assert not runtime.try_run_inline(pytest.fail)
+    go_on.set()
+    assert await computing
 
 
-def test_what_is_posted_during_a_short_job_waits_for_its_end():
-    async def scenario(runtime):
-        log = []
+@thread_test()
+async def test_what_is_posted_during_a_short_job_waits_for_its_end(runtime):
+    log = []
 
-        def job():
-            assert runtime.post(lambda: log.append("posted"))
-            log.append("short job")
+    def job():
+        assert runtime.post(lambda: log.append("posted"))
+        log.append("short job")
 
-        assert runtime.try_run_inline(job)
-        await runtime.run(lambda: None)
-        assert log == ["short job", "posted"]
-
-    run(scenario)
+    assert runtime.try_run_inline(job)
+    await runtime.run(lambda: None)
+    assert log == ["short job", "posted"]
 
 
 def test_a_closed_runtime_runs_nothing_now():
     runtime = ComputeThread()
     runtime.close()
     assert not runtime.try_run_inline(pytest.fail)
-
-
-def test_whether_it_has_ended():
-    async def scenario(runtime):
-        began, go_on, done = threading.Event(), threading.Event(), threading.Event()
-        for job in (began.set, lambda: go_on.wait(SOON) or None, done.set):
-            assert runtime.post(job)
-        await asyncio.to_thread(began.wait, SOON)
-        runtime.close()
-        assert not await runtime.wait_ended(0.01)
-        go_on.set()
-        assert await runtime.wait_ended(SOON)
-        assert done.is_set()  # what was queued before
-
-    run(scenario)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
@@ -32,6 +31,7 @@ from swarm.server.compute.engine import (
     QueueMeter,
     token_budget,
 )
+from tests.async_tests import as_test
 from tests.models.execution.test_session_cache import HIDDEN, load
 
 SOON = 60.0
@@ -134,6 +134,9 @@ def run(scenario: Scenario, budget: int = 4096) -> None:
     asyncio.run(whole())
 
 
+engine_test = as_test(run, "engine")
+
+
 class Pause:
     """Keeps the compute thread busy, so that whatever is asked for meanwhile goes into the next iteration together."""
 
@@ -166,137 +169,83 @@ def recorded(model: SpanModel, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return sizes
 
 
-def test_many_sessions_at_once_give_what_each_gives_alone(model):
-    async def scenario(engine):
-        async def write(seed):
-            session = Session(engine, model, seed)
-            for tokens in (3 + 7 * seed, 1, 1, 4, 1):
-                await session.step(tokens)
+@engine_test(budget=20)
+async def test_many_sessions_at_once_give_what_each_gives_alone(engine, model):
+    async def write(seed):
+        session = Session(engine, model, seed)
+        for tokens in (3 + 7 * seed, 1, 1, 4, 1):
+            await session.step(tokens)
 
-        await asyncio.gather(*(write(seed) for seed in range(12)))
-
-    run(scenario, budget=20)
+    await asyncio.gather(*(write(seed) for seed in range(12)))
 
 
-def test_sessions_that_wait_go_into_one_forward(llama, monkeypatch):
-    async def scenario(engine):
-        sessions = [Session(engine, llama, seed) for seed in range(6)]
-        sizes = recorded(llama, monkeypatch)
-        await Pause(engine).end(*(session.step(5) for session in sessions))
-        assert sizes == [30]
-        await Pause(engine).end(*(session.step(1) for session in sessions))
-        assert sizes == [30, 6]
-
-    run(scenario)
+@engine_test()
+async def test_sessions_that_wait_go_into_one_forward(engine, llama, monkeypatch):
+    sessions = [Session(engine, llama, seed) for seed in range(6)]
+    sizes = recorded(llama, monkeypatch)
+    await Pause(engine).end(*(session.step(5) for session in sessions))
+    assert sizes == [30]
+    await Pause(engine).end(*(session.step(1) for session in sessions))
+    assert sizes == [30, 6]
 
 
-def test_a_step_larger_than_the_budget_is_cut(llama, monkeypatch):
-    async def scenario(engine):
-        session = Session(engine, llama)
-        sizes = recorded(llama, monkeypatch)
-        await session.step(50)
-        assert sizes == [16, 16, 16, 2]
-        await session.step(1)
-
-    run(scenario, budget=16)
-
-
-def test_ragged_rows_that_are_cut_anywhere(model):
-    async def scenario(engine):
-        cache, counts = SessionCache(model), (7, 0, 23, 1)
-        hidden = torch.randn(sum(counts), HIDDEN)
-        request = Session(engine, model).request(hidden, cache=cache, layout=StepLayout((0,) * 4, counts))
-        outcome = await engine.compute(request)
-        output = torch.frombuffer(bytearray(outcome.payload), dtype=torch.float32).view(-1, HIDDEN)
-        expected = torch.cat([expected_of(model, row) for row in hidden.split(counts) if len(row)])
-        torch.testing.assert_close(output, expected, rtol=0, atol=1e-4 * float(expected.abs().max()))
-        assert cache.lengths == counts
-
-    run(scenario, budget=5)
+@engine_test(budget=5)
+async def test_ragged_rows_that_are_cut_anywhere(engine, model):
+    cache, counts = SessionCache(model), (7, 0, 23, 1)
+    hidden = torch.randn(sum(counts), HIDDEN)
+    request = Session(engine, model).request(hidden, cache=cache, layout=StepLayout((0,) * 4, counts))
+    outcome = await engine.compute(request)
+    output = torch.frombuffer(bytearray(outcome.payload), dtype=torch.float32).view(-1, HIDDEN)
+    expected = torch.cat([expected_of(model, row) for row in hidden.split(counts) if len(row)])
+    torch.testing.assert_close(output, expected, rtol=0, atol=1e-4 * float(expected.abs().max()))
+    assert cache.lengths == counts
 
 
-def test_chunks_of_a_long_prompt_leave_room_for_decode_rows(llama, monkeypatch):
-    """A step that comes while a prompt computes is in the very next iteration, beside the prompt's next chunk."""
-
-    async def scenario(engine):
-        loop = asyncio.get_running_loop()
-        writer, reader = Session(engine, llama, 1), Session(engine, llama, 2)
-        await writer.step(4)
-        sizes: list[int] = []
-        steps: list[asyncio.Future[ComputeResult]] = []
-        forward = llama.forward_tokens
-
-        def note(hidden, *args):
-            sizes.append(len(hidden))
-            if len(sizes) % 2:  # the writer asks for its next token while this is computed
-                steps.append(asyncio.run_coroutine_threadsafe(writer.step(1), loop))
-                while not engine._arrived:
-                    time.sleep(0)
-            return forward(hidden, *args)
-
-        monkeypatch.setattr(llama, "forward_tokens", note)
-        await reader.step(90)
-        for step in steps:
-            await asyncio.wrap_future(step)
-        monkeypatch.undo()
-        # 20, 19 + the first step, 20, 19 + the second step, the prompt's last 12, the third step.
-        assert sizes == [20, 20, 20, 20, 12, 1]
-
-    run(scenario, budget=20)
+@engine_test()
+async def test_a_step_that_is_not_urgent_lets_urgent_ones_go_first(engine, llama, monkeypatch):
+    monkeypatch.setattr(scheduler, "MAX_YIELD_S", SOON)
+    sessions = [Session(engine, llama, seed) for seed in range(4)]
+    for session in sessions:
+        await session.step(3)
+    sizes = recorded(llama, monkeypatch)
+    lazy = sessions[0]
+    hidden = lazy.inputs(5)
+    *_, outcome = await Pause(engine).end(
+        *(session.step(2) for session in sessions[1:]), engine.compute(lazy.request(hidden, urgent=False))
+    )
+    assert sizes == [6 + 3, 2], "a part of it is taken along; then it has begun, and does not yield any more"
+    lazy.check(hidden, outcome)
+    hidden, sizes[:] = lazy.inputs(1), []
+    lazy.check(hidden, await engine.compute(lazy.request(hidden, urgent=False)))
+    assert sizes == [1]
 
 
-def test_a_step_that_is_not_urgent_lets_urgent_ones_go_first(llama, monkeypatch):
-    async def scenario(engine):
-        monkeypatch.setattr(scheduler, "MAX_YIELD_S", SOON)
-        sessions = [Session(engine, llama, seed) for seed in range(4)]
-        for session in sessions:
-            await session.step(3)
-        sizes = recorded(llama, monkeypatch)
-        lazy = sessions[0]
-        hidden = lazy.inputs(5)
-        *_, outcome = await Pause(engine).end(
-            *(session.step(2) for session in sessions[1:]), engine.compute(lazy.request(hidden, urgent=False))
-        )
-        assert sizes == [6 + 3, 2], "a part of it is taken along; then it has begun, and does not yield any more"
-        lazy.check(hidden, outcome)
-        hidden, sizes[:] = lazy.inputs(1), []
-        lazy.check(hidden, await engine.compute(lazy.request(hidden, urgent=False)))
-        assert sizes == [1]
-
-    run(scenario)
+@engine_test()
+async def test_a_request_that_is_settled_by_its_caller_is_dropped(engine, llama, monkeypatch):
+    gone, good = Session(engine, llama, 1), Session(engine, llama, 2)
+    await gone.step(3)
+    sizes = recorded(llama, monkeypatch)
+    pause = Pause(engine)
+    unwanted = engine.submit(gone.request(gone.inputs(7)))
+    unwanted.set_exception(Broken())
+    await pause.end(good.step(2))
+    assert sizes == [2]
+    with pytest.raises(Broken):
+        await unwanted
+    await gone.step(1)
 
 
-def test_a_request_that_is_settled_by_its_caller_is_dropped(llama, monkeypatch):
-    async def scenario(engine):
-        gone, good = Session(engine, llama, 1), Session(engine, llama, 2)
-        await gone.step(3)
-        sizes = recorded(llama, monkeypatch)
-        pause = Pause(engine)
-        unwanted = engine.submit(gone.request(gone.inputs(7)))
-        unwanted.set_exception(Broken())
-        await pause.end(good.step(2))
-        assert sizes == [2]
-        with pytest.raises(Broken):
-            await unwanted
-        await gone.step(1)
-
-    run(scenario)
-
-
-def test_requests_that_are_settled_by_its_caller_do_not_pile_up(llama):
+@engine_test()
+async def test_requests_that_are_settled_by_its_caller_do_not_pile_up(engine, llama):
     """Whatever is sent and given up meanwhile, an iteration that takes long keeps none of it in memory."""
-
-    async def scenario(engine):
-        gone = Session(engine, llama)
-        pause = Pause(engine)
-        for _ in range(50):
-            engine.submit(gone.request(gone.inputs(1))).set_exception(Broken())
-            await asyncio.sleep(0)
-        assert not engine._arrived
-        assert not engine._queue
-        await pause.end(gone.step(1))
-
-    run(scenario)
+    gone = Session(engine, llama)
+    pause = Pause(engine)
+    for _ in range(50):
+        engine.submit(gone.request(gone.inputs(1))).set_exception(Broken())
+        await asyncio.sleep(0)
+    assert not engine._arrived
+    assert not engine._queue
+    await pause.end(gone.step(1))
 
 
 def test_nothing_waits_together_with_a_request_that_is_not_wanted(llama, monkeypatch):
@@ -357,30 +306,27 @@ def test_a_request_that_is_settled_while_it_is_computed_gives_way_to_the_next_of
 
 
 @pytest.mark.parametrize("reason", ["given up", "failed"])
-def test_an_iteration_that_computes_nothing_does_not_count_as_a_quick_one(llama, monkeypatch, reason):
+@engine_test()
+async def test_an_iteration_that_computes_nothing_does_not_count_as_a_quick_one(engine, llama, monkeypatch, reason):
     """The next step of slow blocks would be computed in the network loop."""
-
-    async def scenario(engine):
-        session = Session(engine, llama)
-        await session.step(3)
-        engine._batching_delay.on_iteration(SOON)
-        hidden = session.inputs(1)
-        with monkeypatch.context() as patch:
-            poison(patch, llama, hidden)
-            pause = Pause(engine)
-            future = engine.submit(session.request(hidden))
-            if reason == "given up":
-                future.set_exception(Broken())
-            pause.release()
-            with pytest.raises(Broken):
-                await future
-            while engine._running:
-                await asyncio.sleep(0)
-        assert engine._batching_delay.iteration == SOON
-        await session.step(1)
-        assert 0 < engine._batching_delay.iteration < SOON
-
-    run(scenario)
+    session = Session(engine, llama)
+    await session.step(3)
+    engine._batching_delay.on_iteration(SOON)
+    hidden = session.inputs(1)
+    with monkeypatch.context() as patch:
+        poison(patch, llama, hidden)
+        pause = Pause(engine)
+        future = engine.submit(session.request(hidden))
+        if reason == "given up":
+            future.set_exception(Broken())
+        pause.release()
+        with pytest.raises(Broken):
+            await future
+        while engine._running:
+            await asyncio.sleep(0)
+    assert engine._batching_delay.iteration == SOON
+    await session.step(1)
+    assert 0 < engine._batching_delay.iteration < SOON
 
 
 class Broken(Exception):
@@ -396,8 +342,9 @@ def broken(*args: object) -> Any:
 
 
 @pytest.mark.parametrize("stage", ["decode", "begin", "forward", "encode"])
-@pytest.mark.parametrize("place", [0, 3, MANY - 1])
-def test_a_request_that_fails_fails_alone(model, monkeypatch, stage, place):
+def test_a_request_that_fails_fails_alone(model, monkeypatch, stage):
+    place = 3
+
     async def scenario(engine):
         sessions = [Session(engine, model, seed) for seed in range(MANY)]
         for session in sessions:
@@ -444,181 +391,149 @@ def poison(patch: pytest.MonkeyPatch, model: SpanModel, hidden: torch.Tensor) ->
         patch.setattr(model, name, fragile)
 
 
-def test_several_that_fail_are_found_without_computing_each_alone(llama, monkeypatch):
-    async def scenario(engine):
-        sessions = [Session(engine, llama, seed) for seed in range(64)]
-        hidden = [session.inputs(2) for session in sessions]
-        sizes = recorded(llama, monkeypatch)
-        poison(monkeypatch, llama, hidden[17])
-        results = await Pause(engine).end(
-            *(engine.compute(session.request(own)) for session, own in zip(sessions, hidden, strict=True))
-        )
-        monkeypatch.undo()
-        assert [number for number, result in enumerate(results) if isinstance(result, Broken)] == [17]
-        for number, (session, result) in enumerate(zip(sessions, results, strict=True)):
-            if number != 17:
-                session.check(hidden[number], result)
-        assert len(sizes) == 13  # one for all, two halves of what failed each time
-
-    run(scenario)
+@engine_test()
+async def test_several_that_fail_are_found_without_computing_each_alone(engine, llama, monkeypatch):
+    sessions = [Session(engine, llama, seed) for seed in range(64)]
+    hidden = [session.inputs(2) for session in sessions]
+    sizes = recorded(llama, monkeypatch)
+    poison(monkeypatch, llama, hidden[17])
+    results = await Pause(engine).end(
+        *(engine.compute(session.request(own)) for session, own in zip(sessions, hidden, strict=True))
+    )
+    monkeypatch.undo()
+    assert [number for number, result in enumerate(results) if isinstance(result, Broken)] == [17]
+    for number, (session, result) in enumerate(zip(sessions, results, strict=True)):
+        if number != 17:
+            session.check(hidden[number], result)
+    assert len(sizes) == 13  # one for all, two halves of what failed each time
 
 
 @pytest.mark.parametrize("error", [Broken(), StopIteration("end"), OutOfMemory()], ids=repr)
-def test_whatever_a_request_raises_the_others_get_their_results(llama, error):
-    async def scenario(engine):
-        def fail():
-            raise error
+@engine_test()
+async def test_whatever_a_request_raises_the_others_get_their_results(engine, llama, error):
+    def fail():
+        raise error
 
-        bad, good = Session(engine, llama, 1), Session(engine, llama, 2)
-        failed, right = await Pause(engine).end(
-            engine.compute(bad.request(bad.inputs(1), decode=fail)),
-            good.step(1),
-        )
-        # A future cannot carry StopIteration itself.
-        assert failed is error or "StopIteration" in str(failed)
-        assert isinstance(right, ComputeResult)
-        await good.step(1)
-
-    run(scenario)
+    bad, good = Session(engine, llama, 1), Session(engine, llama, 2)
+    failed, right = await Pause(engine).end(
+        engine.compute(bad.request(bad.inputs(1), decode=fail)),
+        good.step(1),
+    )
+    # A future cannot carry StopIteration itself.
+    assert failed is error or "StopIteration" in str(failed)
+    assert isinstance(right, ComputeResult)
+    await good.step(1)
 
 
-def test_an_engine_that_fails_itself_tells_everybody_and_goes_on(llama, monkeypatch):
-    async def scenario(engine):
-        sessions = [Session(engine, llama, seed) for seed in range(3)]
-        with monkeypatch.context() as patch:
-            patch.setattr("swarm.server.compute.engine.next_batch", broken)
-            results = await Pause(engine).end(*(session.step(1) for session in sessions))
-            assert all(isinstance(result, Broken) for result in results)
-        for session in sessions:
-            await Session(engine, llama, 9).step(1)
-            await session.step(1)
-
-    run(scenario)
+@engine_test()
+async def test_an_engine_that_fails_itself_tells_everybody_and_goes_on(engine, llama, monkeypatch):
+    sessions = [Session(engine, llama, seed) for seed in range(3)]
+    with monkeypatch.context() as patch:
+        patch.setattr("swarm.server.compute.engine.next_batch", broken)
+        results = await Pause(engine).end(*(session.step(1) for session in sessions))
+        assert all(isinstance(result, Broken) for result in results)
+    for session in sessions:
+        await Session(engine, llama, 9).step(1)
+        await session.step(1)
 
 
 @pytest.mark.parametrize("moment", ["waiting", "in the middle"])
-def test_a_caller_that_leaves_harms_nobody(llama, monkeypatch, moment):
-    async def scenario(engine):
-        gone, good = Session(engine, llama, 1), Session(engine, llama, 2)
-        await gone.step(3)
-        sizes = recorded(llama, monkeypatch)
-        began, go_on = threading.Event(), threading.Event()
-        if moment == "in the middle":
-            noted = llama.forward_tokens
-
-            def slow(*args):
-                began.set()
-                go_on.wait(SOON)
-                return noted(*args)
-
-            monkeypatch.setattr(llama, "forward_tokens", slow)
-            unwanted = asyncio.create_task(engine.compute(gone.request(gone.inputs(100))))
-            await asyncio.to_thread(began.wait, SOON)
-            unwanted.cancel()
-            go_on.set()
-        else:
-            pause = Pause(engine)
-            unwanted = asyncio.create_task(engine.compute(gone.request(gone.inputs(100))))
-            await asyncio.sleep(0)
-            unwanted.cancel()
-            await asyncio.sleep(0)
-            await pause.end()
-        with pytest.raises(asyncio.CancelledError):
-            await unwanted
-        await good.step(1)
-        assert sizes == ([20, 1] if moment == "in the middle" else [1])
-        await gone.step(2)  # the same session goes on from where it was
-
-    run(scenario, budget=20)
-
-
-def test_close_ends_what_waits_and_finishes_what_was_posted(llama):
-    async def scenario(engine):
-        sessions = [Session(engine, llama, seed) for seed in range(3)]
-        pause = Pause(engine)
-        asking = [asyncio.create_task(engine.compute(one.request(one.inputs(50)))) for one in sessions]
-        short = asyncio.create_task(Session(engine, llama, 9).step(1))
-        await asyncio.sleep(0)
-        engine.compute_thread.close()
-        await pause.end()
-        assert isinstance(await short, ComputeResult)  # the one iteration that was posted before
-        for one in await asyncio.gather(*asking, return_exceptions=True):
-            assert isinstance(one, ServerClosing)
-        for session in sessions:
-            with pytest.raises(ServerClosing):
-                await engine.compute(session.request(session.inputs(1)))
-
-    run(scenario, budget=20)
-
-
-@pytest.mark.parametrize("round_", range(5))
-def test_close_at_any_moment_leaves_nobody_waiting(llama, round_):
-    """Callers in two loops, while a third thread closes."""
-
-    async def scenario(engine):
-        async def write(seed, results):
-            session = Session(engine, llama, seed)
-            try:
-                while True:
-                    await session.step(1 + seed % 3)
-            except ServerClosing:
-                results.append(seed)
-
-        async def writers(seeds, results):
-            async with asyncio.timeout(SOON):
-                await asyncio.gather(*(write(seed, results) for seed in seeds))
-
-        results: list[int] = []
-        other = asyncio.to_thread(asyncio.run, writers(range(4), results))
-        closing = threading.Timer(0.01 * (round_ + 1), engine.compute_thread.close)
-        closing.start()
-        await asyncio.gather(other, writers(range(4, 8), results))
-        closing.join()
-        assert sorted(results) == list(range(8))
-
-    run(scenario, budget=8)
-
-
-def test_sessions_of_two_loops_are_computed_together(model):
-    async def scenario(engine):
-        async def write(seeds: Sequence[int]) -> None:
-            async def one(seed):
-                session = Session(engine, model, seed)
-                for tokens in (9, 1, 1, 30, 1):
-                    await session.step(tokens)
-
-            async with asyncio.timeout(SOON):
-                await asyncio.gather(*map(one, seeds))
-
-        await asyncio.gather(asyncio.to_thread(asyncio.run, write(range(3))), write(range(3, 6)))
-
-    run(scenario, budget=16)
-
-
-def test_a_loop_that_is_gone_does_not_hurt_the_others(llama, monkeypatch):
-    """Its results find nobody, even if the loop ends while they are computed."""
-
-    async def scenario(engine):
-        computing, go_on = threading.Event(), threading.Event()
-        forward = llama.forward_tokens
+@engine_test(budget=20)
+async def test_a_caller_that_leaves_harms_nobody(engine, llama, monkeypatch, moment):
+    gone, good = Session(engine, llama, 1), Session(engine, llama, 2)
+    await gone.step(3)
+    sizes = recorded(llama, monkeypatch)
+    began, go_on = threading.Event(), threading.Event()
+    if moment == "in the middle":
+        noted = llama.forward_tokens
 
         def slow(*args):
-            computing.set()
+            began.set()
             go_on.wait(SOON)
-            return forward(*args)
-
-        async def leave() -> None:
-            gone = Session(engine, llama, 1)
-            asking = asyncio.create_task(engine.compute(gone.request(gone.inputs(1))))
-            await asyncio.to_thread(computing.wait, SOON)
-            asking.cancel()
+            return noted(*args)
 
         monkeypatch.setattr(llama, "forward_tokens", slow)
-        await asyncio.to_thread(asyncio.run, leave())
+        unwanted = asyncio.create_task(engine.compute(gone.request(gone.inputs(100))))
+        await asyncio.to_thread(began.wait, SOON)
+        unwanted.cancel()
         go_on.set()
-        await Session(engine, llama, 2).step(1)
+    else:
+        pause = Pause(engine)
+        unwanted = asyncio.create_task(engine.compute(gone.request(gone.inputs(100))))
+        await asyncio.sleep(0)
+        unwanted.cancel()
+        await asyncio.sleep(0)
+        await pause.end()
+    with pytest.raises(asyncio.CancelledError):
+        await unwanted
+    await good.step(1)
+    assert sizes == ([20, 1] if moment == "in the middle" else [1])
+    await gone.step(2)  # the same session goes on from where it was
 
-    run(scenario)
+
+@engine_test(budget=20)
+async def test_close_ends_what_waits_and_finishes_what_was_posted(engine, llama):
+    sessions = [Session(engine, llama, seed) for seed in range(3)]
+    pause = Pause(engine)
+    asking = [asyncio.create_task(engine.compute(one.request(one.inputs(50)))) for one in sessions]
+    short = asyncio.create_task(Session(engine, llama, 9).step(1))
+    await asyncio.sleep(0)
+    engine.compute_thread.close()
+    await pause.end()
+    assert isinstance(await short, ComputeResult)  # the one iteration that was posted before
+    for one in await asyncio.gather(*asking, return_exceptions=True):
+        assert isinstance(one, ServerClosing)
+    for session in sessions:
+        with pytest.raises(ServerClosing):
+            await engine.compute(session.request(session.inputs(1)))
+
+
+@engine_test(budget=8)
+async def test_close_at_any_moment_leaves_nobody_waiting(engine, llama):
+    """Callers in two loops, while a third thread closes."""
+
+    async def write(seed, results):
+        session = Session(engine, llama, seed)
+        try:
+            while True:
+                await session.step(1 + seed % 3)
+        except ServerClosing:
+            results.append(seed)
+
+    async def writers(seeds, results):
+        async with asyncio.timeout(SOON):
+            await asyncio.gather(*(write(seed, results) for seed in seeds))
+
+    results: list[int] = []
+    other = asyncio.to_thread(asyncio.run, writers(range(4), results))
+    closing = threading.Timer(0.03, engine.compute_thread.close)
+    closing.start()
+    await asyncio.gather(other, writers(range(4, 8), results))
+    closing.join()
+    assert sorted(results) == list(range(8))
+
+
+@engine_test()
+async def test_a_loop_that_is_gone_does_not_hurt_the_others(engine, llama, monkeypatch):
+    """Its results find nobody, even if the loop ends while they are computed."""
+    computing, go_on = threading.Event(), threading.Event()
+    forward = llama.forward_tokens
+
+    def slow(*args):
+        computing.set()
+        go_on.wait(SOON)
+        return forward(*args)
+
+    async def leave() -> None:
+        gone = Session(engine, llama, 1)
+        asking = asyncio.create_task(engine.compute(gone.request(gone.inputs(1))))
+        await asyncio.to_thread(computing.wait, SOON)
+        asking.cancel()
+
+    monkeypatch.setattr(llama, "forward_tokens", slow)
+    await asyncio.to_thread(asyncio.run, leave())
+    go_on.set()
+    await Session(engine, llama, 2).step(1)
 
 
 def test_parts_of_the_span_share_iterations(model):
@@ -640,48 +555,6 @@ def test_parts_of_the_span_share_iterations(model):
         assert iterations == ([6] if model.joins_parts else [2, 2, 2])
 
     run(scenario, budget=32)
-
-
-def test_a_step_that_cannot_be_computed_does_not_keep_other_parts_from_it(llama):
-    async def scenario(engine):
-        sessions = [Session(engine, llama.narrowed(span), seed) for seed, span in enumerate((Span(1, 4), Span(2, 4)))]
-        bad = Session(engine, llama.narrowed(Span(1, 3)), 2)
-        hidden = bad.inputs(2)
-        results = await Pause(engine).end(
-            *(session.step(2) for session in sessions), engine.compute(bad.request(hidden[:, : HIDDEN // 2]))
-        )
-        assert [type(one) for one in results[:2]] == [ComputeResult] * 2
-        assert isinstance(results[2], Exception)
-
-    run(scenario)
-
-
-def test_training_keeps_nothing_and_waits_for_inference(llama, monkeypatch):
-    async def scenario(engine):
-        trainer, writer = Session(engine, llama, 1), Session(engine, llama, 2)
-        sizes = recorded(llama, monkeypatch)
-        hidden = trainer.inputs(40)
-        order = []
-
-        async def train():
-            trainer.check(hidden, await engine.compute(trainer.request(hidden, training=True)))
-            order.append("trained")
-
-        async def write():
-            for _ in range(3):
-                await writer.step(1)
-            order.append("written")
-
-        pause = Pause(engine)
-        training = asyncio.create_task(train())
-        await asyncio.sleep(0)
-        await pause.end(write())
-        await training
-        assert sizes[0] == 1  # although training came first
-        assert sum(sizes) == 43
-        assert order[0] == "written" or len(sizes) == 6
-
-    run(scenario, budget=16)
 
 
 def test_a_lone_quick_step_is_computed_where_it_came(llama, monkeypatch):
@@ -749,38 +622,10 @@ def test_a_step_that_may_wait_for_a_drive_never_runs_in_the_loop(llama, monkeypa
     assert threading.get_ident() not in threads
 
 
-def test_how_long_requests_wait_is_measured(llama):
-    async def scenario(engine):
-        assert engine.queue_seconds == 0
-        pause = Pause(engine)
-        await pause.end(Session(engine, llama).step(1))
-        assert 0 < engine.queue_seconds < SOON
-
-    run(scenario)
-
-
-def test_time_in_the_blocks_is_told(llama):
-    async def scenario(engine):
-        outcome = await Session(engine, llama).step(40)
-        assert 0 < outcome.milliseconds < SOON * 1e3
-
-    run(scenario, budget=16)
-
-
-@pytest.mark.parametrize("rate", [0.0, 1.0, 1e3, 1e4, 1e9])
-def test_the_budget_fits_the_blocks(rate):
-    assert MIN_ITERATION_TOKENS <= token_budget(rate) <= MAX_ITERATION_TOKENS
-    assert token_budget(2 * rate) >= token_budget(rate)
-
-
-@pytest.mark.parametrize("interval", [0.0, 0.001, 1.0, WAIT_FADE_S / 2])
-def test_a_steady_queue_is_seen_as_it_is(interval):
-    meter = QueueMeter()
-    now = 0.0
-    for _ in range(100):
-        now += interval
-        meter.record_start(0.25, now)
-    assert meter.expected_wait(now) == pytest.approx(0.25)
+def test_the_budget_fits_the_blocks():
+    budgets = [token_budget(rate) for rate in (0.0, 1.0, 1e3, 1e4, 1e9)]
+    assert budgets == sorted(budgets)
+    assert (budgets[0], budgets[-1]) == (MIN_ITERATION_TOKENS, MAX_ITERATION_TOKENS)
 
 
 @pytest.mark.parametrize("jobs", [1, 100_000])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -72,10 +71,3 @@ def test_in_a_large_swarm_the_few_that_are_looked_at_closely_are_those_that_are_
     few = PlacementState(view).best_raising_move(0.03)
     monkeypatch.setattr(placement, "MAX_CANDIDATES", 10_000)
     assert few == PlacementState(view).best_raising_move(0.03)
-
-
-@pytest.mark.parametrize("end", [4, 8])
-def test_the_even_share_bounds_every_placement(end):
-    view = take_snapshot([server_info(0, 4, "a", throughput=8.0), server_info(end - 4, end, "b", throughput=8.0)], 8)
-    assert PlacementState(view).even_share == 2.0
-    assert PlacementState(view).weakest <= 2.0

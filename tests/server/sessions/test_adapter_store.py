@@ -106,25 +106,6 @@ def test_it_leaves_when_nobody_has_used_it_for_a_while(store, clock):
     assert (len(store), store.memory) == (0, 0)
 
 
-def test_to_put_it_again_is_to_use_it(store, clock):
-    put(store, "me", 1)
-    before = store.find("me", SPAN, [digest(1), b""])[2]
-    clock.now = 50.0
-    put(store, "me", 1)
-    clock.now = 100.0
-    store.expire()
-    assert store.find("me", SPAN, [digest(1), b""])[2] is before
-    assert store.memory == SIZE
-
-
-def test_only_a_few_versions_of_a_block_are_kept(store):
-    for seed in range(5):
-        put(store, "me", seed)
-    put(store, "me", 9, block=3)
-    assert [has(store, "me", seed) for seed in range(5)] == [False, False, True, True, True]
-    assert has(store, "me", 9, block=3)
-
-
 def test_a_peer_loses_its_own_that_it_used_longest_ago(store):
     put(store, "other", 7)
     for seed, block in ((0, 2), (1, 3), (2, 2), (3, 3), (4, 2)):
@@ -168,27 +149,6 @@ def test_what_somebody_holds_counts_until_it_is_let_go(store, clock):
     held.clear()
     store.expire()
     assert store.memory == 2 * SIZE
-
-
-def test_there_is_no_room_while_others_hold_all_of_it(store):
-    held = []
-    for peer in ("a", "b"):
-        for seed in range(5):
-            put(store, peer, seed)
-            held.append(store.find(peer, SPAN, [digest(seed), b""]))
-    with pytest.raises(CacheFull, match="all memory for adapters is in use"):
-        put(store, "c", 1)
-    assert not has(store, "c", 1)
-
-
-def test_five_hundred_steps_of_four_peers_take_no_more_room(store):
-    for step in range(500):
-        for peer in "abcd":
-            put(store, peer, step)
-            assert has(store, peer, step)
-    assert len(store) <= 4 * LIMITS.versions
-    assert store.memory <= LIMITS.memory
-    assert sum(map(len, store._dropped.values())) <= 8  # what has left leaves no trace
 
 
 def described(rank: int, inputs: int = 32, prompt: int = 0) -> PutAdapters:

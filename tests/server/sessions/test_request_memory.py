@@ -13,14 +13,11 @@ from swarm.data_structures import WireFormat
 from swarm.errors import MemoryFull, TooLong
 from swarm.metrics.server import ServerObserver
 from swarm.models.execution import gradients
-from swarm.models.execution.span_model import SpanModel
 from swarm.protocol import messages
 from swarm.server.limits import MIN_REQUEST_TOKENS, REQUEST_PEER_SHARE, min_request_bytes
-from swarm.server.memory import MAKE_ROOM_PERIOD_S
 from swarm.server.sessions import request_memory
 from swarm.server.sessions.adapter_store import AdapterStore
 from swarm.server.sessions.request_memory import (
-    PRESSED_S,
     ROOM_TIMEOUT_S,
     STREAM_BYTES,
     TRAINING_ROOM_TIMEOUT_S,
@@ -28,7 +25,10 @@ from swarm.server.sessions.request_memory import (
 )
 from swarm.server.sessions.request_validation import RequestLimits
 from tests import virtual_time
-from tests.server.conversations import ADAPTERS, FORWARD, HIDDEN, REVISION, SPAN, STEP, changed, make_model
+from tests.async_tests import as_test
+from tests.server.conversations import ADAPTERS, FORWARD, HIDDEN, REVISION, SPAN, STEP, changed
+
+virtual = as_test(virtual_time.run)
 
 MEMORY = 4 << 20
 SLOT_BYTES = 64
@@ -44,11 +44,6 @@ class Told(ServerObserver):
 
     def memory_refused(self) -> None:
         self.refusals += 1
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory) -> SpanModel:
-    return make_model(tmp_path_factory.mktemp("checkpoint"))
 
 
 @pytest.fixture
@@ -76,15 +71,6 @@ def test_a_forward_is_charged_for_what_it_brings_computes_and_caches(model, coun
     assert needs >= 4 * payload + tokens * SLOT_BYTES * SPAN.length
 
 
-@given(COUNTS, COUNTS)
-def test_more_tokens_never_take_less(model, counts, more):
-    limits = RequestLimits(step_tokens=100_000, backward_tokens=100_000, memory=MEMORY, slot_bytes=SLOT_BYTES)
-    memory = RequestAccount(model, limits, AdapterStore(lambda: 0.0, ADAPTERS), ServerObserver())
-    for message in (FORWARD, BACKWARD, changed(STEP, starts=[0])):
-        few, many = (memory.needs("peer", changed(message, counts=some), 0) for some in (counts, [*counts, *more]))
-        assert few <= many
-
-
 def test_a_request_that_will_be_refused_takes_its_payload(memory):
     absurd = [2**31 - 1] * 4096
     for message in (changed(FORWARD, counts=absurd), changed(BACKWARD, counts=absurd), changed(STEP, counts=absurd)):
@@ -100,10 +86,6 @@ def test_the_least_memory_is_enough_for_what_clients_send_at_once(model):
     replay = messages.ReplayRequest(0, [0], [MIN_REQUEST_TOKENS], WireFormat.NONE, "float32", None, True)
     for message in (changed(STEP, counts=[MIN_REQUEST_TOKENS]), replay):
         assert memory.needs("peer", message, MIN_REQUEST_TOKENS * HIDDEN * 4) <= left
-
-
-def test_a_large_payload_counts_twice_because_it_exists_twice(memory):
-    assert memory.needs("peer", messages.InfoRequest(), 1 << 20) == 2 << 20
 
 
 def test_a_graph_is_charged_beyond_what_the_server_keeps_for_one(model, memory, monkeypatch):
@@ -124,51 +106,47 @@ def header(message: Any) -> bytes:
     return messages.encode(message)
 
 
-def test_a_frame_waits_for_memory_and_is_refused_in_the_end(memory, told):
-    async def scenario() -> None:
-        loop = asyncio.get_running_loop()
-        streams = [object() for _ in range(4)]
-        first, second, third, other = (
-            memory.open_stream(stream, peer) for stream, peer in zip(streams, ["a", "a", "a", "b"], strict=True)
-        )
-        size = 400_000
-        for admission in (first, second):
-            await admission.admit(header(messages.InfoRequest()), size)
-        began = loop.time()
-        with pytest.raises(MemoryFull, match="of memory for requests are needed"):
-            await third.admit(header(messages.InfoRequest()), size)
-        assert (loop.time() - began, told.refusals) == (ROOM_TIMEOUT_S, 1)
-        await other.admit(header(messages.InfoRequest()), size)  # another peer has room meanwhile
-        waiting = asyncio.create_task(third.admit(header(messages.InfoRequest()), size))
-        await asyncio.sleep(1)
-        first.release()
-        await waiting
-        assert loop.time() == began + ROOM_TIMEOUT_S + 1
-        for admission in (second, third, other):
-            admission.release()
-        for stream in streams:
-            memory.close_stream(stream)
-        memory.report()
-        assert told.charged == 0
-        assert memory.pool.free == told.capacity == MEMORY
-
-    virtual_time.run(scenario)
+@virtual()
+async def test_a_frame_waits_for_memory_and_is_refused_in_the_end(memory, told):
+    loop = asyncio.get_running_loop()
+    streams = [object() for _ in range(4)]
+    first, second, third, other = (
+        memory.open_stream(stream, peer) for stream, peer in zip(streams, ["a", "a", "a", "b"], strict=True)
+    )
+    size = 400_000
+    for admission in (first, second):
+        await admission.admit(header(messages.InfoRequest()), size)
+    began = loop.time()
+    with pytest.raises(MemoryFull, match="of memory for requests are needed"):
+        await third.admit(header(messages.InfoRequest()), size)
+    assert (loop.time() - began, told.refusals) == (ROOM_TIMEOUT_S, 1)
+    await other.admit(header(messages.InfoRequest()), size)  # another peer has room meanwhile
+    waiting = asyncio.create_task(third.admit(header(messages.InfoRequest()), size))
+    await asyncio.sleep(1)
+    first.release()
+    await waiting
+    assert loop.time() == began + ROOM_TIMEOUT_S + 1
+    for admission in (second, third, other):
+        admission.release()
+    for stream in streams:
+        memory.close_stream(stream)
+    memory.report()
+    assert told.charged == 0
+    assert memory.pool.free == told.capacity == MEMORY
 
 
 @pytest.mark.parametrize("message", [FORWARD, BACKWARD], ids=["forward", "backward"])
-def test_training_waits_until_a_slow_server_has_computed_what_came_before(memory, message):
-    async def scenario() -> None:
-        busy, waiting = (memory.open_stream(stream, "a") for stream in ("busy", "waiting"))
-        size = int(0.4 * memory.pool.quota)
-        await busy.admit(header(message), size)
-        asking = asyncio.create_task(waiting.admit(header(message), size))
-        await asyncio.sleep(TRAINING_ROOM_TIMEOUT_S - 1)
-        assert not asking.done()
-        busy.release()
-        await asking
-        waiting.release()
-
-    virtual_time.run(scenario)
+@virtual()
+async def test_training_waits_until_a_slow_server_has_computed_what_came_before(memory, message):
+    busy, waiting = (memory.open_stream(stream, "a") for stream in ("busy", "waiting"))
+    size = int(0.4 * memory.pool.quota)
+    await busy.admit(header(message), size)
+    asking = asyncio.create_task(waiting.admit(header(message), size))
+    await asyncio.sleep(TRAINING_ROOM_TIMEOUT_S - 1)
+    assert not asking.done()
+    busy.release()
+    await asking
+    waiting.release()
 
 
 class Slow:
@@ -190,69 +168,47 @@ BODY = 600_000
 """There is room for three such bodies, each of which takes twice as much, and one peer may have one."""
 
 
-def test_bodies_that_come_slowly_give_way_to_a_request_that_waits(memory, told):
-    async def scenario() -> None:
-        loop = asyncio.get_running_loop()
-        slow = [Slow(memory, peer) for peer in "abc"]
-        for one in slow:
-            await one.begin(BODY)
-        await asyncio.sleep(500)
-        assert not any(one.interrupted for one in slow)  # nobody waits
-        began = loop.time()
-        late = Slow(memory, "d")
-        await late.begin(BODY)
-        assert loop.time() == began
-        assert all("too slowly" in str(one.interrupted[0]) for one in slow)
-        assert (late.interrupted, told.refusals) == ([], 3)
-
-    virtual_time.run(scenario)
+@virtual()
+async def test_bodies_that_come_slowly_give_way_to_a_request_that_waits(memory, told):
+    loop = asyncio.get_running_loop()
+    slow = [Slow(memory, peer) for peer in "abc"]
+    for one in slow:
+        await one.begin(BODY)
+    await asyncio.sleep(500)
+    assert not any(one.interrupted for one in slow)  # nobody waits
+    began = loop.time()
+    late = Slow(memory, "d")
+    await late.begin(BODY)
+    assert loop.time() == began
+    assert all("too slowly" in str(one.interrupted[0]) for one in slow)
+    assert (late.interrupted, told.refusals) == ([], 3)
 
 
-def test_a_body_that_has_just_begun_has_its_time(memory):
-    async def scenario() -> None:
-        computed, slow = Slow(memory, "a"), [Slow(memory, "b"), Slow(memory, "c")]
-        await computed.begin(BODY)
-        computed.admission.has_arrived()
-        for one in slow:
-            await one.begin(BODY)
-        await Slow(memory, "d").begin(BODY)
-        assert asyncio.get_running_loop().time() == pytest.approx(PRESSED_S, abs=MAKE_ROOM_PERIOD_S + 0.1)
-        assert not computed.interrupted
-        assert all(one.interrupted for one in slow)
-
-    virtual_time.run(scenario)
+@virtual()
+async def test_a_peer_does_not_push_out_its_own_bodies_nor_those_of_peers_that_hold_less(memory):
+    slow = [Slow(memory, "a"), Slow(memory, "b")]
+    await slow[0].begin(BODY)
+    await slow[1].begin(BODY // 4)
+    with pytest.raises(MemoryFull):
+        await Slow(memory, "a").begin(BODY)
+    assert not slow[0].interrupted
+    assert not slow[1].interrupted
 
 
-def test_a_peer_does_not_push_out_its_own_bodies_nor_those_of_peers_that_hold_less(memory):
-    async def scenario() -> None:
-        slow = [Slow(memory, "a"), Slow(memory, "b")]
-        await slow[0].begin(BODY)
-        await slow[1].begin(BODY // 4)
-        with pytest.raises(MemoryFull):
-            await Slow(memory, "a").begin(BODY)
-        assert not slow[0].interrupted
-        assert not slow[1].interrupted
-
-    virtual_time.run(scenario)
-
-
-def test_a_stream_need_not_wait_behind_frames_that_do(memory):
+@virtual()
+async def test_a_stream_need_not_wait_behind_frames_that_do(memory):
     """Frames of its own peer, for which there is not enough memory, and others that wait before it."""
-
-    async def scenario() -> None:
-        holders = [memory.open_stream(number, peer) for number, peer in enumerate("abac")]
-        for admission in holders[:2]:
-            await admission.admit(header(messages.InfoRequest()), int(0.35 * memory.pool.quota))
-        waiting = [asyncio.create_task(one.admit(header(messages.InfoRequest()), 600_000)) for one in holders[2:]]
-        await asyncio.sleep(1)
-        assert not any(one.done() for one in waiting)
-        for peer in "abcd":
-            memory.open_stream(peer, peer)
-        for admission in holders:
-            admission.release()
-        await asyncio.gather(*waiting, return_exceptions=True)
-
-    virtual_time.run(scenario)
+    holders = [memory.open_stream(number, peer) for number, peer in enumerate("abac")]
+    for admission in holders[:2]:
+        await admission.admit(header(messages.InfoRequest()), int(0.35 * memory.pool.quota))
+    waiting = [asyncio.create_task(one.admit(header(messages.InfoRequest()), 600_000)) for one in holders[2:]]
+    await asyncio.sleep(1)
+    assert not any(one.done() for one in waiting)
+    for peer in "abcd":
+        memory.open_stream(peer, peer)
+    for admission in holders:
+        admission.release()
+    await asyncio.gather(*waiting, return_exceptions=True)
 
 
 def test_a_step_that_copies_fits_beside_the_other_streams_of_its_peer(model):
@@ -271,27 +227,22 @@ def test_a_step_that_copies_fits_beside_the_other_streams_of_its_peer(model):
     virtual_time.run(scenario)
 
 
-def test_a_frame_that_can_never_fit_is_refused_at_once(memory):
-    async def scenario() -> None:
-        admission = memory.open_stream("stream", "a")
-        with pytest.raises(TooLong, match="send fewer tokens at once"):
-            await admission.admit(header(messages.InfoRequest()), int(MEMORY * REQUEST_PEER_SHARE))
-        admission.release()
-        assert memory.pool.held_by_peer("a") == STREAM_BYTES
-
-    virtual_time.run(scenario)
+@virtual()
+async def test_a_frame_that_can_never_fit_is_refused_at_once(memory):
+    admission = memory.open_stream("stream", "a")
+    with pytest.raises(TooLong, match="send fewer tokens at once"):
+        await admission.admit(header(messages.InfoRequest()), int(MEMORY * REQUEST_PEER_SHARE))
+    admission.release()
+    assert memory.pool.held_by_peer("a") == STREAM_BYTES
 
 
 @pytest.mark.parametrize("message", [FORWARD, BACKWARD], ids=["forward", "backward"])
-def test_training_that_can_never_fit_here_may_fit_elsewhere(memory, message):
+@virtual()
+async def test_training_that_can_never_fit_here_may_fit_elsewhere(memory, message):
     """Clients ask no other server after `TooLong`, which every one would answer with."""
-
-    async def scenario() -> None:
-        admission = memory.open_stream("stream", "a")
-        with pytest.raises(MemoryFull, match="ask another server"):
-            await admission.admit(header(message), int(MEMORY * REQUEST_PEER_SHARE))
-
-    virtual_time.run(scenario)
+    admission = memory.open_stream("stream", "a")
+    with pytest.raises(MemoryFull, match="ask another server"):
+        await admission.admit(header(message), int(MEMORY * REQUEST_PEER_SHARE))
 
 
 def test_streams_are_charged_too(memory, told):

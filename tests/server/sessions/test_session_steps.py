@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swarm.data_structures import WireFormat
-from swarm.models.execution.span_model import SpanModel
 from swarm.protocol import messages
 from swarm.protocol.compression import encode_tensor
 from swarm.server.compute import engine as engine_module
@@ -21,17 +20,12 @@ from tests.server.conversations import (
     OPEN,
     PATIENCE,
     alone,
+    beside_good_client,
     changed,
-    make_model,
-    on_virtual_time,
+    in_virtual_time,
     random,
-    scenario,
+    with_server,
 )
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory) -> SpanModel:
-    return make_model(tmp_path_factory.mktemp("checkpoint"))
 
 
 def step(number: int, start: int, epoch: int) -> messages.StepRequest:
@@ -41,67 +35,56 @@ def step(number: int, start: int, epoch: int) -> messages.StepRequest:
 PAYLOAD = encode_tensor(torch.zeros(1, HIDDEN), WireFormat.NONE)
 
 
-def test_a_step_that_continues_what_did_not_come_is_refused(model):
+@beside_good_client()
+async def test_a_step_that_continues_what_did_not_come_is_refused(server):
     """Its position would be right, but what lies before it would be what the client has given up."""
-
-    async def act(server):
-        client = await (await server.client()).begin()  # step 0, two tokens
-        await client.right_step()
-        said = await client.refused("wrong_position", step(5, 2, epoch=4), PAYLOAD)
-        assert "continues step 4" in said
-        await client.refused("wrong_position", step(5, 2, epoch=6), PAYLOAD)
-        for number, start, epoch in ((4, 1, 4), (5, 2, 4), (6, 3, 4), (7, 4, 7)):
-            reply, _ = await client.ask(step(number, start, epoch), PAYLOAD)
-            assert reply.step == number
-        await client.refused("wrong_position", step(8, 5, epoch=4), PAYLOAD)
-
-    scenario(model, act)
+    client = await (await server.client()).begin()  # step 0, two tokens
+    await client.right_step()
+    said = await client.refused("wrong_position", step(5, 2, epoch=4), PAYLOAD)
+    assert "continues step 4" in said
+    await client.refused("wrong_position", step(5, 2, epoch=6), PAYLOAD)
+    for number, start, epoch in ((4, 1, 4), (5, 2, 4), (6, 3, 4), (7, 4, 7)):
+        reply, _ = await client.ask(step(number, start, epoch), PAYLOAD)
+        assert reply.step == number
+    await client.refused("wrong_position", step(8, 5, epoch=4), PAYLOAD)
 
 
-def test_a_step_that_sets_sequences_back_is_refused_where_the_one_before_it_is_missing(model):
+@beside_good_client()
+async def test_a_step_that_sets_sequences_back_is_refused_where_the_one_before_it_is_missing(server):
     """What would be kept of them might not be what that one left."""
-
-    async def act(server):
-        client = await (await server.client()).begin()  # step 0, two tokens
-        back = step(3, 1, epoch=3)
-        said = await client.refused("wrong_position", changed(back, follows=1), PAYLOAD)
-        assert "follows step 1, which has not come" in said
-        reply, _ = await client.ask(changed(back, follows=0), PAYLOAD)
-        assert reply.step == 3
-        replay = messages.ReplayRequest(5, [0], [2], WireFormat.NONE, "float32", None, False)
-        await client.ask(replay, encode_tensor(random(2), WireFormat.NONE))
-        await client.refused("wrong_position", changed(step(6, 1, epoch=6), follows=5), PAYLOAD)
-        reply, _ = await client.ask(changed(step(6, 1, epoch=6), follows=4), PAYLOAD)
-        assert reply.step == 6
-
-    scenario(model, act)
+    client = await (await server.client()).begin()  # step 0, two tokens
+    back = step(3, 1, epoch=3)
+    said = await client.refused("wrong_position", changed(back, follows=1), PAYLOAD)
+    assert "follows step 1, which has not come" in said
+    reply, _ = await client.ask(changed(back, follows=0), PAYLOAD)
+    assert reply.step == 3
+    replay = messages.ReplayRequest(5, [0], [2], WireFormat.NONE, "float32", None, False)
+    await client.ask(replay, encode_tensor(random(2), WireFormat.NONE))
+    await client.refused("wrong_position", changed(step(6, 1, epoch=6), follows=5), PAYLOAD)
+    reply, _ = await client.ask(changed(step(6, 1, epoch=6), follows=4), PAYLOAD)
+    assert reply.step == 6
 
 
-def test_steps_that_were_given_up_are_not_computed(model):
-    async def act(server):
-        client = await (await server.client()).begin()
-        await client.stream.send(messages.GiveUp(1, 3))
-        await client.stream.send(messages.StepRequest(2, [2], [1], WireFormat.NONE, "float32"), PAYLOAD)
-        client.steps = 3
-        request = changed(client.next_step(), epoch=3)
-        reply, payload = await client.ask(request, encode_tensor(random(1, 3), WireFormat.NONE))
-        client.check(reply, payload, random(1, 3))
-
-    scenario(model, act)
+@beside_good_client()
+async def test_steps_that_were_given_up_are_not_computed(server):
+    client = await (await server.client()).begin()
+    await client.stream.send(messages.GiveUp(1, 3))
+    await client.stream.send(messages.StepRequest(2, [2], [1], WireFormat.NONE, "float32"), PAYLOAD)
+    client.steps = 3
+    request = changed(client.next_step(), epoch=3)
+    reply, payload = await client.ask(request, encode_tensor(random(1, 3), WireFormat.NONE))
+    client.check(reply, payload, random(1, 3))
 
 
 @pytest.mark.timeout(30)
-def test_a_replay_after_two_billion_steps_were_given_up_takes_no_longer_than_another(model):
+@beside_good_client()
+async def test_a_replay_after_two_billion_steps_were_given_up_takes_no_longer_than_another(server):
     """Whether None is in a range is found out by looking through all of it, in the network loop: for a minute."""
-
-    async def act(server):
-        client = await (await server.client()).begin()
-        await client.stream.send(messages.GiveUp(1, 2**31 - 1))
-        replay = messages.ReplayRequest(5, [0], [2], WireFormat.NONE, "float32", None, False)
-        reply, _ = await client.ask(replay, encode_tensor(random(2), WireFormat.NONE))
-        assert isinstance(reply, messages.ReplayReply)
-
-    scenario(model, act)
+    client = await (await server.client()).begin()
+    await client.stream.send(messages.GiveUp(1, 2**31 - 1))
+    replay = messages.ReplayRequest(5, [0], [2], WireFormat.NONE, "float32", None, False)
+    reply, _ = await client.ask(replay, encode_tensor(random(2), WireFormat.NONE))
+    assert isinstance(reply, messages.ReplayReply)
 
 
 @pytest.mark.parametrize(("exit_block", "urgent"), [(None, True), (0, False), (1, False), (2, True), (4, True)])
@@ -143,101 +126,60 @@ def computed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
-def test_a_step_that_is_given_up_while_it_waits_is_dropped(model, computed):
+@with_server()
+async def test_a_step_that_is_given_up_while_it_waits_is_dropped(server, computed):
     """The server before has pushed it; the client, whose stream is free meanwhile, does not want it any more."""
-
-    async def act(server):
-        client = await (await server.client()).begin()
-        await client.stream.send(messages.SetNeighbors("before", None, None, 2))
-        before, go_on = await server.client("before"), threading.Event()
-        assert server.runtime.post(lambda: go_on.wait(PATIENCE) or None)
-        computed.clear()
-        unwanted = changed(client.next_step(), exit_block=0)
-        await before.stream.send(messages.PushRequest("hostile", OPEN.session_id, unwanted), PAYLOAD)
-        await server.until(lambda: server.session().computing is not None)
-        await client.stream.send(messages.GiveUp(1, 2))
-        await server.until(lambda: server.session().computing is None)
-        client.steps = 2
-        wanted, hidden = changed(client.next_step(), epoch=2), random(1, 2)
-        await before.stream.send(
-            messages.PushRequest("hostile", OPEN.session_id, wanted), encode_tensor(hidden, WireFormat.NONE)
-        )
-        await server.until(lambda: server.session().computing is not None)
-        go_on.set()
-        client.check(*await client.hear(), hidden)
-        assert computed == [1], "the one that was given up took no time"
-
-    alone(model, act)
+    client = await (await server.client()).begin()
+    await client.stream.send(messages.SetNeighbors("before", None, None, 2))
+    before, go_on = await server.client("before"), threading.Event()
+    assert server.runtime.post(lambda: go_on.wait(PATIENCE) or None)
+    computed.clear()
+    unwanted = changed(client.next_step(), exit_block=0)
+    await before.stream.send(messages.PushRequest("hostile", OPEN.session_id, unwanted), PAYLOAD)
+    await server.until(lambda: server.session().computing is not None)
+    await client.stream.send(messages.GiveUp(1, 2))
+    await server.until(lambda: server.session().computing is None)
+    client.steps = 2
+    wanted, hidden = changed(client.next_step(), epoch=2), random(1, 2)
+    await before.stream.send(
+        messages.PushRequest("hostile", OPEN.session_id, wanted), encode_tensor(hidden, WireFormat.NONE)
+    )
+    await server.until(lambda: server.session().computing is not None)
+    go_on.set()
+    client.check(*await client.hear(), hidden)
+    assert computed == [1], "the one that was given up took no time"
 
 
-def test_a_step_that_is_given_up_while_it_waits_for_cache_is_dropped(model, computed):
-    async def act(server):
-        hog = await (await server.client("hog")).begin()
-        client = await (await server.client()).begin(changed(OPEN, wait_timeout_s=PATIENCE))
-        await client.stream.send(messages.SetNeighbors("before", None, None, 2))
-        before = await server.client("before")
-        computed.clear()
-        unwanted = changed(client.next_step(), starts=[2, 0], counts=[1, 1])  # a second sequence
-        payload = encode_tensor(random(2, 1), WireFormat.NONE)
-        await before.stream.send(messages.PushRequest("hostile", OPEN.session_id, unwanted), payload)
-        await server.until(lambda: server.session().reserving.locked())
-        await client.stream.send(messages.GiveUp(1, 2))
-        await server.until(lambda: 1 in server.session().given_up)
-        await hog.stream.send(messages.CloseSession())
-        await server.until(lambda: not server.session().reserving.locked())
-        client.steps = 2
-        wanted, hidden = changed(client.next_step(), epoch=2), random(1, 2)
-        await before.stream.send(
-            messages.PushRequest("hostile", OPEN.session_id, wanted), encode_tensor(hidden, WireFormat.NONE)
-        )
-        client.check(*await client.hear(), hidden)
-        assert computed == [1]
-
-    alone(model, act, capacity=16)
+@in_virtual_time(capacity=16)
+async def test_a_step_that_is_given_up_while_it_waits_for_cache_is_not_refused_either(server):
+    await (await server.client("hog")).begin()
+    client = await (await server.client()).begin(changed(OPEN, wait_timeout_s=PATIENCE))
+    await client.stream.send(messages.SetNeighbors("before", None, None, 2))
+    before = await server.client("before")
+    unwanted = changed(client.next_step(), starts=[2, 0], counts=[1, 1])  # a second sequence
+    payload = encode_tensor(random(2, 1), WireFormat.NONE)
+    await before.stream.send(messages.PushRequest("hostile", OPEN.session_id, unwanted), payload)
+    await server.until(lambda: server.session().reserving.locked())
+    await client.stream.send(messages.GiveUp(1, 2))
+    await client.hears_nothing(PATIENCE + 1)  # there never was any cache
+    assert not server.session().reserving.locked()
+    client.steps = 2
+    reply, payload = await client.ask(
+        changed(client.next_step(), epoch=2), encode_tensor(random(1, 2), WireFormat.NONE)
+    )
+    client.check(reply, payload, random(1, 2))
 
 
-def test_a_step_that_is_given_up_while_it_waits_for_cache_is_not_refused_either(model):
-    async def act(server):
-        await (await server.client("hog")).begin()
-        client = await (await server.client()).begin(changed(OPEN, wait_timeout_s=PATIENCE))
-        await client.stream.send(messages.SetNeighbors("before", None, None, 2))
-        before = await server.client("before")
-        unwanted = changed(client.next_step(), starts=[2, 0], counts=[1, 1])  # a second sequence
-        payload = encode_tensor(random(2, 1), WireFormat.NONE)
-        await before.stream.send(messages.PushRequest("hostile", OPEN.session_id, unwanted), payload)
-        await server.until(lambda: server.session().reserving.locked())
-        await client.stream.send(messages.GiveUp(1, 2))
-        await client.hears_nothing(PATIENCE + 1)  # there never was any cache
-        assert not server.session().reserving.locked()
-        client.steps = 2
-        reply, payload = await client.ask(
-            changed(client.next_step(), epoch=2), encode_tensor(random(1, 2), WireFormat.NONE)
-        )
-        client.check(reply, payload, random(1, 2))
-
-    on_virtual_time(model, act, capacity=16)
-
-
-def test_nobody_gives_up_steps_without_a_session(model):
-    async def act(server):
-        client = await server.client()
-        await client.refused("unknown_session", messages.GiveUp(0, 3))
-
-    scenario(model, act)
-
-
-def test_a_refilled_cache_belongs_to_an_epoch(model):
-    async def act(server):
-        client = await (await server.client()).begin()
-        for epoch in (7, 3):
-            replay = messages.ReplayRequest(9, [0], [2], WireFormat.NONE, "float32", None, False, epoch)
-            reply, _ = await client.ask(replay, encode_tensor(random(2), WireFormat.NONE))
-            assert isinstance(reply, messages.ReplayReply)
-            await client.refused("wrong_position", step(9, 2, epoch + 1), PAYLOAD)
-            reply, _ = await client.ask(step(9, 2, epoch), PAYLOAD)
-            assert reply.step == 9
-
-    scenario(model, act)
+@beside_good_client()
+async def test_a_refilled_cache_belongs_to_an_epoch(server):
+    client = await (await server.client()).begin()
+    for epoch in (7, 3):
+        replay = messages.ReplayRequest(9, [0], [2], WireFormat.NONE, "float32", None, False, epoch)
+        reply, _ = await client.ask(replay, encode_tensor(random(2), WireFormat.NONE))
+        assert isinstance(reply, messages.ReplayReply)
+        await client.refused("wrong_position", step(9, 2, epoch + 1), PAYLOAD)
+        reply, _ = await client.ask(step(9, 2, epoch), PAYLOAD)
+        assert reply.step == 9
 
 
 @given(st.lists(st.tuples(st.integers(0, 6), st.integers(1, 6)), max_size=8))

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import math
 from collections.abc import Awaitable, Callable, Coroutine
 from fractions import Fraction
@@ -17,13 +16,14 @@ from swarm.data_structures import Span, WireFormat
 from swarm.errors import CacheFull, UnknownSession, WrongSpan
 from swarm.server.memory import IDLE_AFTER_S, MAKE_ROOM_PERIOD_S
 from swarm.server.sessions import session_table
-from swarm.server.sessions.session import LINK_TIMEOUT_S, Session, SessionTerms
+from swarm.server.sessions.session import Session, SessionTerms
 from swarm.server.sessions.session_table import (
     IDLE_TIMEOUT_S,
     RECONNECT_TIMEOUT_S,
     SessionTable,
 )
 from tests import virtual_time
+from tests.async_tests import as_test
 
 CAPACITY = 100
 T = TypeVar("T")
@@ -90,23 +90,6 @@ def test_a_session_reserves_the_share_of_its_blocks_rounded_up():
 
 @given(
     blocks=st.integers(1, 40),
-    cuts=st.sets(st.integers(1, 39)),
-    page=st.integers(1, 300),
-    max_length=st.integers(1, 5000),
-    rows=st.lists(st.integers(0, 20), min_size=1),
-)
-def test_the_parts_of_a_span_together_reserve_what_the_whole_span_does(blocks, cuts, page, max_length, rows):
-    sessions = SessionTable(CAPACITY, Clock(), page=page, blocks=blocks)
-    ends = [*sorted(cut for cut in cuts if cut < blocks), blocks]
-    parts = [session(0, max_length=max_length, span=Span(*ends)) for ends in itertools.pairwise([0, *ends])]
-    for sequences in sorted(rows):
-        whole = sessions.tokens_reserved(session(0, max_length=max_length, span=Span(0, blocks)).terms, sequences)
-        assert whole == sequences * -(-max_length // page) * page
-        assert whole <= sum(sessions.tokens_reserved(one.terms, sequences) for one in parts) < whole + len(parts)
-
-
-@given(
-    blocks=st.integers(1, 40),
     buffer_blocks=st.integers(0, 20),
     length=st.integers(1, 40),
     max_length=st.integers(1, 5000),
@@ -120,35 +103,6 @@ def test_a_session_on_few_blocks_reserves_its_buffers_too(blocks, buffer_blocks,
     # In units of the memory that a token takes in one block, of which the server has `CAPACITY * blocks` for cache:
     assert part * (blocks + buffer_blocks) >= rows * max_length * (min(blocks, length) + buffer_blocks)
     assert part <= whole
-
-
-def test_one_peers_buffers_take_at_most_the_memory_of_the_cache():
-    """Sessions on one block each, as many as the cache has room for."""
-    blocks, buffer_blocks = 80, 8
-    sessions = SessionTable(65536, Clock(), blocks=blocks, buffer_blocks=buffer_blocks)
-    count = 65536 * 3 // 4 // sessions.tokens_reserved(session(0, max_length=16384, span=Span(0, 1)).terms)
-    for number in range(count):
-        opened(sessions, session(number, max_length=16384, span=Span(0, 1)))
-    with pytest.raises(CacheFull):
-        opened(sessions, session(count, max_length=16384, span=Span(0, 1)))
-    assert count == 29
-    assert count * 16384 * buffer_blocks <= 65536 * blocks
-
-
-def test_where_pages_hold_all_blocks_a_part_takes_whole_pages():
-    sessions = SessionTable(CAPACITY, Clock(), peer_share=1.0, page=16)
-    opened(sessions, session(1, max_length=17, span=Span(1, 2)))
-    assert sessions.free == 96 - 32
-
-
-def test_what_is_closed_forgets_its_past_whoever_still_has_it():
-    sessions = SessionTable(CAPACITY, Clock())
-    one, two = opened(sessions, session(1)), opened(sessions, session(2))
-    sessions.close(one)
-    sessions.close(one)
-    assert (one.cache.cleared, two.cache.cleared) == (1, 0)
-    sessions.clear()
-    assert two.cache.cleared == 1
 
 
 def at_once(coroutine: Coroutine[Any, Any, T]) -> T:
@@ -192,48 +146,6 @@ def test_rows_are_counted_when_they_are_first_seen(sessions):
     assert sessions.free == 50
 
 
-def test_closing_frees_the_cache_and_may_be_repeated(sessions):
-    one = opened(sessions, session())
-    reserve(sessions, one, 10)
-    sessions.close(one)
-    sessions.close(one)
-    assert (len(sessions), sessions.free) == (0, CAPACITY)
-
-
-def test_a_session_that_can_never_fit(sessions):
-    with pytest.raises(CacheFull, match=r"101 tokens .* 100 of 100 are free"):
-        opened(sessions, session(max_length=101))
-    assert len(sessions) == 0
-
-
-def test_no_room_for_another_session(sessions):
-    reserve(sessions, opened(sessions, session(1)), 9)
-    with pytest.raises(CacheFull, match=r"11 tokens .* 10 of 100 are free"):
-        opened(sessions, session(2, max_length=11))
-    opened(sessions, session(2, max_length=10))
-
-
-def test_no_room_for_more_rows_changes_nothing(sessions):
-    one, two = opened(sessions, session(1)), opened(sessions, session(2))
-    reserve(sessions, one, 6)
-    reserve(sessions, two, 3)
-    with pytest.raises(CacheFull, match=r"20 tokens .* 10 of 100 are free"):
-        reserve(sessions, two, 5)
-    assert (two.sequences, sessions.free) == (3, 10)
-    reserve(sessions, two, 4)
-    assert sessions.free == 0
-
-
-def test_what_expired_makes_room(sessions, clock):
-    one = opened(sessions, session(1))
-    reserve(sessions, one, 10)
-    sessions.detach(one)
-    clock.now += RECONNECT_TIMEOUT_S + 1
-    two = opened(sessions, session(2))
-    reserve(sessions, two, 10)
-    assert (len(sessions), sessions.free) == (1, 0)
-
-
 def test_a_client_that_is_gone_has_a_while_to_come_back(sessions, clock):
     one = opened(sessions, session())
     one.next_step = 4
@@ -269,15 +181,6 @@ def test_an_idle_session_makes_room_for_another(sessions, clock, asked):
         reserve(sessions, one, 1)
 
 
-def test_no_idle_session_leaves_for_one_that_does_not_fit_even_so(sessions, clock, asked):
-    opened(sessions, session(1), 5)
-    clock.now += IDLE_AFTER_S + 1
-    opened(sessions, session(2), 5)
-    with pytest.raises(CacheFull):
-        opened(sessions, session(3, "other"), 6)
-    assert (asked, len(sessions)) == ([], 2)
-
-
 def test_a_session_that_is_computed_is_not_idle(sessions, clock, asked):
     async def scenario():
         one = opened(sessions, session(1), 10)
@@ -289,48 +192,6 @@ def test_a_session_that_is_computed_is_not_idle(sessions, clock, asked):
         assert asked == [one]
 
     asyncio.run(scenario())
-
-
-def test_whoever_waits_has_others_leave_once_they_are_idle():
-    async def scenario():
-        loop = asyncio.get_running_loop()
-        sessions = SessionTable(CAPACITY, loop.time, peer_share=1.0)
-        opened(sessions, session(1), 10)
-        await asyncio.sleep(IDLE_AFTER_S - 5)
-        await sessions.open_session(session(2, "other", wait_timeout_s=20.0), 2)
-        assert IDLE_AFTER_S < loop.time() <= IDLE_AFTER_S + 2 * MAKE_ROOM_PERIOD_S
-
-    virtual_time.run(scenario)
-
-
-def test_nobody_leaves_for_a_session_that_has_another_one_before_it():
-    """What becomes free would go to that one, which needs more."""
-
-    async def scenario():
-        loop = asyncio.get_running_loop()
-        sessions = SessionTable(CAPACITY, loop.time, peer_share=1.0)
-        asked = []
-        sessions.ask_to_leave = asked.append
-        idle, busy = opened(sessions, session(1, "a"), 4), opened(sessions, session(2, "b"), 4)
-        behind = opened(sessions, session(3, "behind"), 2)
-        first = session(4, "first", wait_timeout_s=500.0)
-        waiting = [
-            asyncio.create_task(sessions.open_session(first, 8)),
-            asyncio.create_task(sessions.open_session(session(5, "behind", wait_timeout_s=500.0), 4)),
-        ]
-        await asyncio.sleep(IDLE_AFTER_S / 2)
-        sessions.note_use(busy)
-        sessions.note_use(behind)
-        await asyncio.sleep(IDLE_AFTER_S / 2 + 2 * MAKE_ROOM_PERIOD_S)
-        assert asked == []
-        sessions.note_use(behind)
-        await waiting[0]
-        assert set(asked) == {idle, busy}
-        sessions.close(first)
-        await waiting[1]
-        assert set(asked) == {idle, busy}
-
-    virtual_time.run(scenario)
 
 
 def test_a_peer_gives_back_what_it_holds_beyond_its_share(clock):
@@ -348,14 +209,6 @@ def test_a_peer_gives_back_what_it_holds_beyond_its_share(clock):
     opened(sessions, session(8, "modest"))  # what is within a share stays
 
 
-def test_after_the_grace_it_is_a_new_session(sessions, clock):
-    one = opened(sessions, session())
-    sessions.detach(one)
-    clock.now += RECONNECT_TIMEOUT_S + 1
-    assert opened(sessions, session()) is not one
-    assert len(sessions) == 1
-
-
 def test_a_connected_client_may_think_for_long_but_not_for_ever(sessions, clock):
     opened(sessions, session())
     clock.now += IDLE_TIMEOUT_S
@@ -364,15 +217,6 @@ def test_a_connected_client_may_think_for_long_but_not_for_ever(sessions, clock)
     clock.now += 1
     sessions.expire()
     assert len(sessions) == 0
-
-
-def test_steps_are_signs_of_life(sessions, clock):
-    one = opened(sessions, session())
-    for _ in range(3):
-        clock.now += IDLE_TIMEOUT_S - 1
-        reserve(sessions, one, 1)
-    sessions.expire()
-    assert len(sessions) == 1
 
 
 def test_one_of_two_connections_ends(sessions, clock):
@@ -402,35 +246,19 @@ def test_a_session_that_computes_does_not_expire(sessions, clock):
     asyncio.run(scenario())
 
 
-def test_an_expired_session_cannot_reserve(sessions, clock):
-    one = opened(sessions, session())
-    clock.now += IDLE_TIMEOUT_S + 1
-    sessions.expire()
-    with pytest.raises(UnknownSession):
-        reserve(sessions, one, 1)
-    assert sessions.free == CAPACITY
-
-
-def test_the_same_id_of_another_peer_is_another_session(sessions):
-    mine, theirs = opened(sessions, session(peer="me")), opened(sessions, session(peer="them"))
-    assert mine is not theirs
-    reserve(sessions, mine, 2)
-    sessions.close(theirs)
-    assert (len(sessions), sessions.free) == (1, 80)
-    reserve(sessions, mine, 3)
-
-
-@pytest.mark.parametrize("change", [{"span": Span(0, 2)}, {"max_length": 11}], ids=str)
-def test_an_open_session_cannot_be_opened_as_another_one(sessions, change):
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"span": Span(0, 2)}, "open for blocks 0:3 and 10 tokens"),
+        ({"max_length": 11}, "open for blocks 0:3 and 10 tokens"),
+        ({"adapters": [b""] * 3}, "other adapters"),
+        ({"early_exits": True}, "another early_exits"),
+    ],
+)
+def test_an_open_session_cannot_be_opened_as_another_one(sessions, change, words):
     opened(sessions, session())
-    with pytest.raises(WrongSpan, match="open for blocks 0:3 and 10 tokens"):
+    with pytest.raises(WrongSpan, match=words):
         opened(sessions, session(**change))
-
-
-def test_an_open_session_stays_as_exact_as_it_was_opened(sessions):
-    opened(sessions, session())
-    with pytest.raises(WrongSpan, match="another early_exits"):
-        opened(sessions, session(early_exits=True))
 
 
 def test_a_forgotten_session_has_no_part_in_its_successor(sessions):
@@ -446,81 +274,6 @@ def test_a_forgotten_session_has_no_part_in_its_successor(sessions):
     assert (len(sessions), sessions.free) == (1, 90)
 
 
-class FakeLink:
-    closed = False
-
-    def close(self) -> None:
-        self.closed = True
-
-
-@pytest.mark.parametrize("end", ["close", "clear", "expire", "unlink"])
-def test_the_link_of_a_session_ends_with_it(sessions, clock, end):
-    one: Any = opened(sessions, session())
-    link = one.push_link = FakeLink()
-    if end == "unlink":
-        one.close_push_link()
-    elif end == "clear":
-        sessions.clear()
-    elif end == "close":
-        sessions.close(one)
-    else:
-        sessions.detach(one)
-        clock.now += RECONNECT_TIMEOUT_S + 1
-        sessions.expire()
-    assert link.closed
-    assert one.push_link is None
-
-
-def test_closing_a_predecessor_leaves_the_link_of_its_successor(sessions):
-    old: Any = opened(sessions, session())
-    sessions.close(old)
-    new: Any = opened(sessions, session())
-    link = new.push_link = FakeLink()
-    sessions.close(old)
-    assert not link.closed
-
-
-def test_who_may_push(sessions):
-    async def scenario():
-        loop = asyncio.get_running_loop()
-        mine, theirs = opened(sessions, session(peer="me")), opened(sessions, session(peer="them"))
-        mine.allow_push_from("before")
-        number = mine.terms.session_id
-        assert await sessions.find_for_push("before", "me", number) is mine
-        for previous, client, session_id in [
-            ("other", "me", number),
-            ("before", "them", number),
-            ("me", "me", number),
-            ("before", "nobody", number),
-            ("before", "me", bytes(15) + b"x"),
-        ]:
-            began = loop.time()
-            with pytest.raises(UnknownSession, match="no session here into which this peer may push"):
-                await sessions.find_for_push(previous, client, session_id)
-            assert loop.time() - began <= LINK_TIMEOUT_S
-        sessions.close(mine)
-        with pytest.raises(UnknownSession):
-            await sessions.find_for_push("before", "me", number)
-        assert theirs.previous_peer is None
-
-    virtual_time.run(scenario)
-
-
-def test_a_push_waits_for_its_link_through_others(sessions):
-    async def scenario():
-        loop = asyncio.get_running_loop()
-        one = opened(sessions, session())
-        pushing = asyncio.create_task(sessions.find_for_push("third", "peer", one.terms.session_id))
-        for name in ("first", "second", "third"):
-            await asyncio.sleep(LINK_TIMEOUT_S / 4)
-            assert not pushing.done()
-            one.allow_push_from(name)
-        assert await pushing is one
-        assert loop.time() == pytest.approx(LINK_TIMEOUT_S * 3 / 4)
-
-    virtual_time.run(scenario)
-
-
 def test_the_newest_connection_is_the_clients(sessions):
     old: Any = object()
     new: Any = object()
@@ -534,30 +287,6 @@ def test_the_newest_connection_is_the_clients(sessions):
     sessions.detach(one, new)
     assert sessions.clients() == []
     assert (one.attached, other.attached) == (0, 1)
-
-
-def test_check_tells_who_was_forgotten(sessions, clock):
-    one = opened(sessions, session())
-    sessions.require_open(one)
-    clock.now += IDLE_TIMEOUT_S + 1
-    sessions.expire()
-    with pytest.raises(UnknownSession, match="expired"):
-        sessions.require_open(one)
-    opened(sessions, session())
-    with pytest.raises(UnknownSession):
-        sessions.require_open(one)
-
-
-def test_rows_are_reserved_when_a_session_is_opened(sessions):
-    one = opened(sessions, session(), 4)
-    assert (one.sequences, sessions.free) == (4, 60)
-    assert opened(sessions, session(), 2) is one
-    assert (one.sequences, sessions.free) == (4, 60)
-    opened(sessions, session(), 6)
-    assert (one.sequences, sessions.free) == (6, 40)
-    with pytest.raises(CacheFull, match=r"110 tokens .* 40 of 100 are free"):
-        opened(sessions, session(1), 11)
-    assert (len(sessions), sessions.free) == (1, 40)
 
 
 def test_a_connection_that_is_refused_takes_nothing_from_the_one_that_works(sessions):
@@ -599,190 +328,80 @@ def on_virtual_time(scenario: Scenario) -> None:
     virtual_time.run(whole)
 
 
+table_test = as_test(on_virtual_time, "sessions")
+
+
 def now() -> float:
     return asyncio.get_running_loop().time()
 
 
 @pytest.mark.parametrize("end", ["close", "expire", "fewer"])
-def test_who_waits_gets_the_room_that_another_session_leaves(end):
-    async def scenario(sessions):
-        holder = await sessions.open_session(session(1), 8)
-        if end == "expire":
-            await asyncio.sleep(1)
-            sessions.detach(holder)
-            gone = now() + RECONNECT_TIMEOUT_S
-        else:
-            gone = now() + 5
-            asyncio.get_running_loop().call_at(gone, sessions.close, holder)
-        waiting = await sessions.open_session(
-            patient(2, peer="other", patience=RECONNECT_TIMEOUT_S + 5), 2 if end == "fewer" else 5
-        )
-        if end == "fewer":
-            assert now() == 0  # there was room at once
-        else:
-            assert gone <= now() <= gone + MAKE_ROOM_PERIOD_S + 1e-6
-            assert (len(sessions), sessions.free) == (1, 50)
-        sessions.require_open(waiting)
-
-    on_virtual_time(scenario)
-
-
-def test_who_has_waited_long_enough_is_told_how_much_is_free():
-    async def scenario(sessions):
-        await sessions.open_session(session(1), 8)
-        with pytest.raises(CacheFull, match=r"50 tokens .* 20 of 100 are free"):
-            await sessions.open_session(patient(2), 5)
-        assert now() == 20
-        assert (len(sessions), sessions.free) == (1, 20)
-
-    on_virtual_time(scenario)
-
-
-def test_what_can_never_fit_is_refused_at_once():
-    async def scenario(sessions):
-        with pytest.raises(CacheFull, match="110 tokens"):
-            await sessions.open_session(patient(), 11)
-        assert (now(), len(sessions)) == (0, 0)
-
-    on_virtual_time(scenario)
-
-
-def test_more_rows_may_be_waited_for_too():
-    async def scenario(sessions):
-        other, one = await sessions.open_session(session(1), 5), await sessions.open_session(patient(2), 2)
-        asyncio.get_running_loop().call_later(5, sessions.close, other)
-        await sessions.reserve_cache(one, 6)
-        assert (now(), one.sequences, sessions.free) == (5, 6, 40)
-        with pytest.raises(CacheFull):
-            await sessions.reserve_cache(one, 11)
-        assert (now(), one.sequences, sessions.free) == (5, 6, 40)
-
-    on_virtual_time(scenario)
-
-
-@pytest.mark.parametrize("moment", ["while it waits", "as it is granted"])
-@pytest.mark.parametrize("begun", [False, True], ids=["opening", "growing"])
-def test_a_wait_that_is_broken_off_leaves_nothing_behind(begun, moment):
-    async def scenario(sessions):
-        other = await sessions.open_session(session(1), 8)
-        one = await sessions.open_session(patient(2), 1) if begun else patient(2)
-        waiting = asyncio.create_task(sessions.reserve_cache(one, 6) if begun else sessions.open_session(one, 6))
+@table_test()
+async def test_who_waits_gets_the_room_that_another_session_leaves(sessions, end):
+    holder = await sessions.open_session(session(1), 8)
+    if end == "expire":
         await asyncio.sleep(1)
-        if moment != "while it waits":
-            sessions.close(other)
-        waiting.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await waiting
+        sessions.detach(holder)
+        gone = now() + RECONNECT_TIMEOUT_S
+    else:
+        gone = now() + 5
+        asyncio.get_running_loop().call_at(gone, sessions.close, holder)
+    waiting = await sessions.open_session(
+        patient(2, peer="other", patience=RECONNECT_TIMEOUT_S + 5), 2 if end == "fewer" else 5
+    )
+    if end == "fewer":
+        assert now() == 0  # there was room at once
+    else:
+        assert gone <= now() <= gone + MAKE_ROOM_PERIOD_S + 1e-6
+        assert (len(sessions), sessions.free) == (1, 50)
+    sessions.require_open(waiting)
+
+
+@pytest.mark.parametrize(("begun", "moment"), [(False, "while it waits"), (True, "as it is granted")])
+@table_test()
+async def test_a_wait_that_is_broken_off_leaves_nothing_behind(sessions, begun, moment):
+    other = await sessions.open_session(session(1), 8)
+    one = await sessions.open_session(patient(2), 1) if begun else patient(2)
+    waiting = asyncio.create_task(sessions.reserve_cache(one, 6) if begun else sessions.open_session(one, 6))
+    await asyncio.sleep(1)
+    if moment != "while it waits":
         sessions.close(other)
-        assert (one.sequences, sessions.free) == ((1, 90) if begun else (0, 100))
-        assert len(sessions) == begun
-        again = await sessions.open_session(patient(2), 10)
-        assert (again.sequences, sessions.free) == (10, 0)
-
-    on_virtual_time(scenario)
-
-
-def test_room_that_comes_at_the_last_moment_is_taken():
-    async def scenario(sessions):
-        other = await sessions.open_session(session(1), 8)
-        asyncio.get_running_loop().call_at(20, sessions.close, other)
-        try:
-            await sessions.open_session(patient(2), 5)
-        except CacheFull:
-            assert (len(sessions), sessions.free) == (0, 100)
-        else:
-            assert (len(sessions), sessions.free) == (1, 50)
-
-    on_virtual_time(scenario)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    sessions.close(other)
+    assert (one.sequences, sessions.free) == ((1, 90) if begun else (0, 100))
+    assert len(sessions) == begun
+    again = await sessions.open_session(patient(2), 10)
+    assert (again.sequences, sessions.free) == (10, 0)
 
 
-def test_two_connections_that_open_a_session_at_once_reserve_its_rows_once():
-    async def scenario(sessions):
-        other = await sessions.open_session(session(1), 8)
-        tasks = [asyncio.create_task(sessions.open_session(patient(2), 3)) for _ in range(3)]
-        await asyncio.sleep(1)
-        sessions.close(other)
-        first, *others = await asyncio.gather(*tasks)
-        assert all(one is first for one in others)
-        assert (first.attached, first.sequences, sessions.free) == (3, 3, 70)
-
-    on_virtual_time(scenario)
+@table_test()
+async def test_two_connections_that_open_a_session_at_once_reserve_its_rows_once(sessions):
+    other = await sessions.open_session(session(1), 8)
+    tasks = [asyncio.create_task(sessions.open_session(patient(2), 3)) for _ in range(3)]
+    await asyncio.sleep(1)
+    sessions.close(other)
+    first, *others = await asyncio.gather(*tasks)
+    assert all(one is first for one in others)
+    assert (first.attached, first.sequences, sessions.free) == (3, 3, 70)
 
 
 @pytest.mark.parametrize("begun", [False, True], ids=["opening", "growing"])
-def test_a_session_that_is_closed_while_it_waits_is_over_at_once(begun):
-    async def scenario(sessions):
-        other = await sessions.open_session(session(1), 8)
-        one = await sessions.open_session(patient(2), 1) if begun else patient(2)
-        waiting = asyncio.create_task(sessions.reserve_cache(one, 6) if begun else sessions.open_session(one, 6))
-        behind = asyncio.create_task(sessions.open_session(patient(3, patience=30), 5))
-        await asyncio.sleep(1)
-        sessions.close(one)
-        with pytest.raises(UnknownSession):
-            await waiting
-        assert now() == 1
-        sessions.close(other)
-        assert (await behind).sequences == 5  # nobody dead stands in the line
-        assert (now(), len(sessions), sessions.free) == (1, 1, 50)
-
-    on_virtual_time(scenario)
-
-
-def test_a_session_that_is_closed_as_it_is_granted_holds_nothing():
-    async def scenario(sessions):
-        other, one = await sessions.open_session(session(1), 8), await sessions.open_session(patient(2), 1)
-        waiting = asyncio.create_task(sessions.reserve_cache(one, 6))
-        await asyncio.sleep(1)
-        sessions.close(other)
-        sessions.close(one)
-        with pytest.raises(UnknownSession):
-            await waiting
-        assert (len(sessions), sessions.free) == (0, CAPACITY)
-
-    on_virtual_time(scenario)
-
-
-def test_who_waits_for_room_does_not_expire_meanwhile():
-    async def scenario(sessions):
-        await sessions.open_session(session(1), 8)
-        one = await sessions.open_session(patient(2, patience=60), 1)
-        sessions.detach(one)
-        async with one.lock:  # as a step holds it
-            with pytest.raises(CacheFull):
-                await sessions.reserve_cache(one, 5)
-            sessions.require_open(one)
-        await asyncio.sleep(RECONNECT_TIMEOUT_S + 1)
-        sessions.expire()
-        assert len(sessions) == 1
-
-    on_virtual_time(scenario)
-
-
-def test_a_server_that_leaves_lets_nobody_wait():
-    async def scenario(sessions):
-        await sessions.open_session(session(1), 8)
-        waiting = asyncio.create_task(sessions.open_session(patient(2), 5))
-        await asyncio.sleep(1)
-        sessions.refuse_waiting()
-        with pytest.raises(CacheFull):
-            await waiting
-        with pytest.raises(CacheFull):
-            await sessions.open_session(patient(2), 5)
-        assert now() == 1
-        assert (await sessions.open_session(patient(2), 1)).sequences == 1
-
-    on_virtual_time(scenario)
-
-
-def test_no_task_is_left_when_the_waiting_is_over():
-    async def scenario(sessions):
-        await sessions.open_session(session(1), 8)
-        with pytest.raises(CacheFull):
-            await sessions.open_session(patient(2), 5)
-        await asyncio.sleep(0)
-        assert asyncio.all_tasks() == {asyncio.current_task()}
-
-    on_virtual_time(scenario)
+@table_test()
+async def test_a_session_that_is_closed_while_it_waits_is_over_at_once(sessions, begun):
+    other = await sessions.open_session(session(1), 8)
+    one = await sessions.open_session(patient(2), 1) if begun else patient(2)
+    waiting = asyncio.create_task(sessions.reserve_cache(one, 6) if begun else sessions.open_session(one, 6))
+    behind = asyncio.create_task(sessions.open_session(patient(3, patience=30), 5))
+    await asyncio.sleep(1)
+    sessions.close(one)
+    with pytest.raises(UnknownSession):
+        await waiting
+    assert now() == 1
+    sessions.close(other)
+    assert (await behind).sequences == 5  # nobody dead stands in the line
+    assert (now(), len(sessions), sessions.free) == (1, 1, 50)
 
 
 class Ledger(RuleBasedStateMachine):

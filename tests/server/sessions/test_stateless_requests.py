@@ -9,12 +9,11 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from swarm.data_structures import Span, StepLayout, WireFormat
+from swarm.data_structures import StepLayout, WireFormat
 from swarm.models.adapters.adapter_batch import NO_ADAPTER, AdapterWeights
 from swarm.models.adapters.block_adapter import BlockAdapterWeights
 from swarm.models.execution.gradients import compute_gradients
 from swarm.models.execution.session_cache import forward_without_cache
-from swarm.models.execution.span_model import SpanModel
 from swarm.protocol import messages
 from swarm.protocol.adapter_encoding import pack_adapters, unpack_gradients
 from swarm.protocol.compression import decode_tensor, encode_tensor
@@ -29,22 +28,15 @@ from tests.server.conversations import (
     REVISION,
     SPAN,
     Client,
-    Server,
-    alone,
     assert_close,
+    beside_good_client,
     changed,
-    make_model,
     random,
     scenario,
 )
 
 LAYOUT = StepLayout((0, 0), (2, 1))
 BACKWARD = messages.BackwardRequest(REVISION, SPAN.start, SPAN.end, [2, 1], WireFormat.NONE, "float32", WireFormat.NONE)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory) -> SpanModel:
-    return make_model(tmp_path_factory.mktemp("checkpoint"))
 
 
 def put(parts: AdapterWeights) -> tuple[messages.PutAdapters, bytes]:
@@ -115,114 +107,57 @@ async def backward(client: Client, parts: AdapterWeights, digests: list[bytes] |
     (await ask_backward(client, parts, digests))()
 
 
-def test_forwards_and_backwards_with_an_adapter(model):
-    async def act(server):
-        client = await server.client()
-        for parts in (make_adapter(model, 1), {2: make_adapter(model, 2)[2]}):
-            digests = await kept(client, parts)
-            await forward(client, parts, digests)
-            await backward(client, parts, digests)
-        await forward(client, NO_ADAPTER, None)
-        await backward(client, NO_ADAPTER, [b""] * 3)
-        assert len(server.adapters) == 4
-
-    scenario(model, act)
-
-
-def test_part_of_the_span(model):
-    async def act(server):
-        client = await server.client()
-        parts = make_adapter(model, 1)
+@beside_good_client()
+async def test_forwards_and_backwards_with_an_adapter(server, model):
+    client = await server.client()
+    for parts in (make_adapter(model, 1), {2: make_adapter(model, 2)[2]}):
         digests = await kept(client, parts)
-        hidden, ends, part = random(3), random(3, 9), model.narrowed(Span(2, 4))
-        request = changed(BACKWARD, start=2, adapters=digests[1:])
-        _, payload = await client.ask(request, packed(hidden, ends))
-        expected = compute_gradients(part, hidden, ends, LAYOUT, parts)
-        assert_close(
-            decode_tensor(payload[: 3 * HIDDEN * 4], 3, HIDDEN, WireFormat.NONE, "float32", CPU), expected.inputs
-        )
-        await client.refused("wrong_shape", changed(request, adapters=digests), packed(hidden, ends))
-
-    scenario(model, act)
+        await forward(client, parts, digests)
+        await backward(client, parts, digests)
+    await forward(client, NO_ADAPTER, None)
+    await backward(client, NO_ADAPTER, [b""] * 3)
+    assert len(server.adapters) == 4
 
 
 @pytest.mark.parametrize("wire", WireFormat)
-def test_gradients_in_every_format(model, wire):
-    async def act(server):
-        client = await server.client()
-        hidden, ends = random(3), random(3, 9)
-        request = changed(BACKWARD, format=wire, gradient_format=wire)
-        reply, payload = await client.ask(request, packed(hidden, wire=wire) + packed(ends, wire=wire))
-        assert reply.format is wire
-        found = decode_tensor(payload, 3, HIDDEN, wire, reply.dtype, CPU)
-        expected = compute_gradients(model, hidden, ends, LAYOUT).inputs
-        assert torch.nn.functional.cosine_similarity(found.flatten(), expected.flatten(), dim=0) > 0.99
-
-    scenario(model, act)
+@beside_good_client()
+async def test_gradients_in_every_format(server, model, wire):
+    client = await server.client()
+    hidden, ends = random(3), random(3, 9)
+    request = changed(BACKWARD, format=wire, reply_format=wire)
+    reply, payload = await client.ask(request, packed(hidden, wire=wire) + packed(ends, wire=wire))
+    assert reply.format is wire
+    found = decode_tensor(payload, 3, HIDDEN, wire, reply.dtype, CPU)
+    expected = compute_gradients(model, hidden, ends, LAYOUT).inputs
+    assert torch.nn.functional.cosine_similarity(found.flatten(), expected.flatten(), dim=0) > 0.99
 
 
-def test_a_session_keeps_its_adapter(model):
+@beside_good_client()
+async def test_a_session_keeps_its_adapter(server, model):
     """Also when it is replayed, and when the server has let the adapter go."""
-
-    async def act(server):
-        client = await server.client()
-        parts = make_adapter(model, 1)
-        digests = await kept(client, parts)
-        reply, _ = await client.ask(changed(OPEN, adapters=digests))
-        assert reply == messages.SessionOpened(0)
-        hidden = random(6, 4)
-        expected = row_alone(model, hidden, parts)
-        request = messages.StepRequest(0, [0], [3], WireFormat.NONE, "float32")
-        _, payload = await client.ask(request, packed(hidden[:3]))
-        assert_close(decode_tensor(payload, 3, HIDDEN, WireFormat.NONE, "float32", CPU), expected[:3])
-        server.now += ADAPTERS.seconds + 1
-        server.adapters.expire()
-        assert len(server.adapters) == 0
-        assert server.adapters.memory > 0
-        request = messages.StepRequest(1, [3], [1], WireFormat.NONE, "float32")
-        _, payload = await client.ask(request, packed(hidden[3:4]))
-        assert_close(decode_tensor(payload, 1, HIDDEN, WireFormat.NONE, "float32", CPU), expected[3:4])
-        replay = messages.ReplayRequest(3, [0], [6], WireFormat.NONE, "float32", None, True)
-        _, payload = await client.ask(replay, packed(hidden))
-        assert_close(decode_tensor(payload, 6, HIDDEN, WireFormat.NONE, "float32", CPU), expected)
-        await client.stream.send(messages.CloseSession())
-        await client.is_over()
-        await server.until(lambda: gc.collect() is not None and server.adapters.memory == 0)
-
-    scenario(model, act)
-
-
-def test_a_session_has_one_adapter(model):
-    async def act(server):
-        client = await (await server.client()).begin()
-        digests = await kept(client, make_adapter(model, 1))
-        again = await server.client()
-        await again.refused("wrong_span", changed(OPEN, adapters=digests))
-        await again.refused("unknown_adapter", changed(OPEN, adapters=[b"x" * 16, b"", b""]))
-        await client.right_step()
-
-    scenario(model, act)
-
-
-def test_several_clients_train_different_adapters_at_once(model):
-    """Each gets what it gets alone, whatever is computed together."""
-
-    async def act(server):
-        checks: list[Check] = []
-
-        async def train(number: int) -> None:
-            client = await server.client(f"trainer {number}")
-            for step in range(4):
-                parts = make_adapter(model, 10 * number + step)
-                digests = await kept(client, parts)
-                checks.append(await ask_forward(client, parts, digests, seed=number))
-                checks.append(await ask_backward(client, parts, digests, seed=number))
-
-        await asyncio.gather(*map(train, range(4)))
-        for check in checks:
-            check()
-
-    scenario(model, act)
+    client = await server.client()
+    parts = make_adapter(model, 1)
+    digests = await kept(client, parts)
+    reply, _ = await client.ask(changed(OPEN, adapters=digests))
+    assert reply == messages.SessionOpened(0)
+    hidden = random(6, 4)
+    expected = row_alone(model, hidden, parts)
+    request = messages.StepRequest(0, [0], [3], WireFormat.NONE, "float32")
+    _, payload = await client.ask(request, packed(hidden[:3]))
+    assert_close(decode_tensor(payload, 3, HIDDEN, WireFormat.NONE, "float32", CPU), expected[:3])
+    server.now += ADAPTERS.seconds + 1
+    server.adapters.expire()
+    assert len(server.adapters) == 0
+    assert server.adapters.memory > 0
+    request = messages.StepRequest(1, [3], [1], WireFormat.NONE, "float32")
+    _, payload = await client.ask(request, packed(hidden[3:4]))
+    assert_close(decode_tensor(payload, 1, HIDDEN, WireFormat.NONE, "float32", CPU), expected[3:4])
+    replay = messages.ReplayRequest(3, [0], [6], WireFormat.NONE, "float32", None, True)
+    _, payload = await client.ask(replay, packed(hidden))
+    assert_close(decode_tensor(payload, 6, HIDDEN, WireFormat.NONE, "float32", CPU), expected)
+    await client.stream.send(messages.CloseSession())
+    await client.is_over()
+    await server.until(lambda: gc.collect() is not None and server.adapters.memory == 0)
 
 
 def poisoned(parts: AdapterWeights) -> AdapterWeights:
@@ -243,78 +178,70 @@ def poisoned(parts: AdapterWeights) -> AdapterWeights:
         ("adapter_refused", {1: BlockAdapterWeights(None, factors().factors * 2)}, "twice"),
     ],
 )
-def test_adapters_that_do_not_fit(model, code, parts, words):
-    async def act(server):
-        client = await server.client()
-        message, payload = put(parts)
-        assert words in await client.refused(code, message, payload)
-        assert (len(server.adapters), server.adapters.memory) == (0, 0)
-        await client.refused("unknown_adapter", changed(FORWARD, adapters=names(message)), packed(random(3)))
-        right = make_adapter(model, 1)
-        await forward(client, right, await kept(client, right))
-
-    scenario(model, act)
+@beside_good_client()
+async def test_adapters_that_do_not_fit(server, model, code, parts, words):
+    client = await server.client()
+    message, payload = put(parts)
+    assert words in await client.refused(code, message, payload)
+    assert (len(server.adapters), server.adapters.memory) == (0, 0)
+    await client.refused("unknown_adapter", changed(FORWARD, adapters=names(message)), packed(random(3)))
+    right = make_adapter(model, 1)
+    await forward(client, right, await kept(client, right))
 
 
-def test_adapters_that_are_no_numbers_or_no_adapters(model):
-    async def act(server):
-        client = await server.client()
-        message, payload = put(make_adapter(model, 1))
-        await client.refused("not_finite", *put(poisoned(make_adapter(model, 1))))
-        await client.refused("wrong_shape", message, payload[:-4])
-        await client.refused("wrong_shape", message, payload + bytes(4))
-        await client.refused("wrong_shape", message, bytes(len(payload)))  # of another digest
-        await client.refused("wrong_dtype", changed(message, dtype="int8"), payload)
-        await client.refused("wrong_span", changed(message, start=0), payload)
-        await client.refused("wrong_span", changed(message, start=2), payload)
-        assert len(server.adapters) == 0
-        await kept(client, make_adapter(model, 1))
-
-    scenario(model, act)
+@beside_good_client()
+async def test_adapters_that_are_no_numbers_or_no_adapters(server, model):
+    client = await server.client()
+    message, payload = put(make_adapter(model, 1))
+    await client.refused("not_finite", *put(poisoned(make_adapter(model, 1))))
+    await client.refused("wrong_shape", message, payload[:-4])
+    await client.refused("wrong_shape", message, payload + bytes(4))
+    await client.refused("wrong_shape", message, bytes(len(payload)))  # of another digest
+    await client.refused("wrong_dtype", changed(message, dtype="int8"), payload)
+    await client.refused("wrong_span", changed(message, start=0), payload)
+    await client.refused("wrong_span", changed(message, start=2), payload)
+    assert len(server.adapters) == 0
+    await kept(client, make_adapter(model, 1))
 
 
-def test_an_adapter_that_is_not_here_or_not_this_peers(model):
-    async def act(server):
-        mine, thief = await server.client("me"), await server.client("thief")
-        parts = make_adapter(model, 1)
-        digests = await kept(mine, parts)
-        for request, payload in (
-            (FORWARD, packed(random(3))),
-            (BACKWARD, packed(random(3), random(3))),
-            (OPEN, b""),
-        ):
-            await thief.refused("unknown_adapter", changed(request, adapters=digests), payload)
-            await mine.refused("unknown_adapter", changed(request, adapters=[*digests[:2], bytes(16)]), payload)
-            await mine.refused("wrong_shape", changed(request, adapters=digests[:2]), payload)
-        await forward(mine, parts, digests)
-        server.now += ADAPTERS.seconds + 1
-        server.adapters.expire()
-        await mine.refused("unknown_adapter", changed(FORWARD, adapters=digests), packed(random(3)))
-        await forward(mine, parts, await kept(mine, parts))
-
-    scenario(model, act)
+@beside_good_client()
+async def test_an_adapter_that_is_not_here_or_not_this_peers(server, model):
+    mine, thief = await server.client("me"), await server.client("thief")
+    parts = make_adapter(model, 1)
+    digests = await kept(mine, parts)
+    for request, payload in (
+        (FORWARD, packed(random(3))),
+        (BACKWARD, packed(random(3), random(3))),
+        (OPEN, b""),
+    ):
+        await thief.refused("unknown_adapter", changed(request, adapters=digests), payload)
+        await mine.refused("unknown_adapter", changed(request, adapters=[*digests[:2], bytes(16)]), payload)
+        await mine.refused("wrong_shape", changed(request, adapters=digests[:2]), payload)
+    await forward(mine, parts, digests)
+    server.now += ADAPTERS.seconds + 1
+    server.adapters.expire()
+    await mine.refused("unknown_adapter", changed(FORWARD, adapters=digests), packed(random(3)))
+    await forward(mine, parts, await kept(mine, parts))
 
 
-def test_backwards_that_are_wrong(model):
-    async def act(server):
-        client = await server.client()
-        inputs, ends = random(3), random(3, 9)
-        bad = ends.clone()
-        bad[1, 1] = float("nan")
-        for tensors in ((inputs, ends[:2]), (inputs[:2], ends), (inputs,), (inputs, ends, ends)):
-            await client.refused("wrong_shape", BACKWARD, packed(*tensors))
-        await client.refused("wrong_shape", changed(BACKWARD, gradient_format=WireFormat.FLOAT16), packed(inputs, ends))
-        await client.refused("wrong_shape", changed(BACKWARD, offsets=[1]), packed(inputs, ends))
-        assert "gradients" in await client.refused("not_finite", BACKWARD, packed(inputs, bad))
-        assert "hidden" in await client.refused("not_finite", BACKWARD, packed(bad, ends))
-        await client.refused("wrong_dtype", changed(BACKWARD, dtype="float17"), packed(inputs, ends))
-        await client.refused("wrong_span", changed(BACKWARD, start=0), packed(inputs, ends))
-        await client.refused("wrong_span", changed(BACKWARD, revision="other"), packed(inputs, ends))
-        await client.refused("too_long", changed(BACKWARD, counts=[13]), packed(random(13), random(13)))
-        await client.refused("too_long", changed(BACKWARD, counts=[0]), b"")
-        await backward(client, NO_ADAPTER, None)
-
-    scenario(model, act)
+@beside_good_client()
+async def test_backwards_that_are_wrong(server):
+    client = await server.client()
+    inputs, ends = random(3), random(3, 9)
+    bad = ends.clone()
+    bad[1, 1] = float("nan")
+    for tensors in ((inputs, ends[:2]), (inputs[:2], ends), (inputs,), (inputs, ends, ends)):
+        await client.refused("wrong_shape", BACKWARD, packed(*tensors))
+    await client.refused("wrong_shape", changed(BACKWARD, reply_format=WireFormat.FLOAT16), packed(inputs, ends))
+    await client.refused("wrong_shape", changed(BACKWARD, offsets=[1]), packed(inputs, ends))
+    assert "gradients" in await client.refused("not_finite", BACKWARD, packed(inputs, bad))
+    assert "hidden" in await client.refused("not_finite", BACKWARD, packed(bad, ends))
+    await client.refused("wrong_dtype", changed(BACKWARD, dtype="float17"), packed(inputs, ends))
+    await client.refused("wrong_span", changed(BACKWARD, start=0), packed(inputs, ends))
+    await client.refused("wrong_span", changed(BACKWARD, revision="other"), packed(inputs, ends))
+    await client.refused("too_long", changed(BACKWARD, counts=[13]), packed(random(13), random(13)))
+    await client.refused("too_long", changed(BACKWARD, counts=[0]), b"")
+    await backward(client, NO_ADAPTER, None)
 
 
 def test_a_backward_that_fails_is_told_to_its_client_alone(model, monkeypatch, caplog):
@@ -338,36 +265,3 @@ def test_a_backward_that_fails_is_told_to_its_client_alone(model, monkeypatch, c
 
     scenario(model, act)
     assert "secret path" in caplog.text
-
-
-def test_a_leaving_server_takes_no_training(model):
-    async def act(server: Server) -> None:
-        client = await server.client()
-        digests = await kept(client, make_adapter(model, 1))
-        server.handler.closing = True
-        await client.refused("server_closing", *put(make_adapter(model, 2)))
-        await client.refused("server_closing", changed(FORWARD, adapters=digests), packed(random(3)))
-        await client.refused("server_closing", BACKWARD, packed(random(3), random(3)))
-        server.handler.hang_up()
-        assert len(server.adapters) == 0
-
-    alone(model, act)
-
-
-def test_a_server_does_not_grow_with_the_steps_of_those_who_train(model):
-    """Five hundred steps of four peers, each with an adapter of its own."""
-
-    async def act(server):
-        clients = [await server.client(f"trainer {number}") for number in range(4)]
-        parts = {2: factors()}
-        for step in range(500):
-            parts[2].factors[0].down.fill_(step)
-            for client in clients:
-                await kept(client, parts)
-            assert server.adapters.memory <= ADAPTERS.memory
-        assert len(server.adapters) == 4 * ADAPTERS.versions
-        server.now += ADAPTERS.seconds + 1
-        server.adapters.expire()
-        assert (len(server.adapters), server.adapters.memory) == (0, 0)
-
-    alone(model, act)

@@ -22,8 +22,7 @@ from swarm.server.throughput.compute_measurement import (
     determine_throughput,
     measure_throughput,
 )
-from swarm.server.throughput.throughput_cache import Throughput
-from swarm.server.throughput.throughput_option import ThroughputOption
+from swarm.server.throughput.throughput_cache import Throughput, ThroughputOption
 from tests import zoo
 
 AUTO, AGAIN = ThroughputOption(), ThroughputOption(remeasure=True)

@@ -27,6 +27,7 @@ from swarm.server.throughput.link_measurement import (
 )
 from swarm.transport.ping import Bandwidth
 from swarm.transport.stream import Stream
+from tests.async_tests import as_test
 from tests.infos import server_info
 from tests.memory_hub import MemoryHub, MemoryNetwork
 
@@ -38,31 +39,9 @@ def names(servers: Sequence[ServerInfo]) -> tuple[list[str], list[str]]:
     return next_hop_candidates(servers, "me", Span(4, 8))
 
 
-def test_whom_a_route_may_go_on_to():
-    for start, end, expected in [
-        (8, 12, ([""], [])),
-        (6, 12, ([""], [])),
-        (0, 12, ([""], [])),
-        (7, 9, ([""], [])),
-        (4, 8, ([], [""])),
-        (5, 6, ([], [""])),
-        (0, 6, ([], [""])),
-        (7, 8, ([], [""])),
-        (4, 5, ([], [])),
-        (0, 5, ([], [])),
-        (0, 4, ([], [])),
-        (9, 12, ([], [])),
-    ]:
-        assert names([server_info(start, end, "")]) == expected
-
-
 @pytest.mark.parametrize("state", [ServerState.JOINING, ServerState.OFFLINE])
 def test_who_does_not_serve_is_no_neighbor(state):
     assert names([server_info(8, 12, "a", state=state), server_info(8, 12, "b")]) == (["b"], [])
-
-
-def test_nobody_is_its_own_neighbor():
-    assert names([server_info(8, 12, "me"), server_info(4, 8, "me")]) == ([], [])
 
 
 spans = st.tuples(st.integers(0, 12), st.integers(1, 12)).map(lambda pair: Span(pair[0], pair[0] + pair[1]))
@@ -91,13 +70,6 @@ def test_the_choice_is_bounded_fair_and_by_turn(behind, others, tried, limit, ra
     assert len(chosen) - len(first) >= min(len(inside), math.floor(limit * 0.25))
     left_out = [when.get(peer, -math.inf) for peer in behind if peer not in first]
     assert all(when.get(peer, -math.inf) <= time for peer in first for time in left_out)
-
-
-def test_chance_decides_between_equals():
-    crowd = [str(number) for number in range(100)]
-    chosen = {tuple(choose_peers_to_ping(crowd, [], {}, Random(seed))) for seed in range(5)}
-    assert len(chosen) == 5
-    assert len(set().union(*chosen)) > MAX_PINGS
 
 
 class Clock:
@@ -155,6 +127,9 @@ def run(scenario: Callable[[Swarm], Awaitable[None]]) -> None:
     asyncio.run(whole())
 
 
+swarm_test = as_test(run, "swarm")
+
+
 @pytest.fixture
 def links(monkeypatch) -> dict[str, float | Exception]:
     """Bytes/s to each peer, or the error, in the place of a measurement; `asked` lists who was."""
@@ -170,214 +145,119 @@ def links(monkeypatch) -> dict[str, float | Exception]:
     return rates
 
 
-def test_the_first_server_of_a_swarm_knows_no_links():
-    async def scenario(swarm):
-        for span in (HELD, None):
-            lonely = swarm.measurement(span)
-            await lonely.measure_once()
-            assert (lonely.round_trips, lonely.network_throughput) == ((), 0.0)
+@swarm_test()
+async def test_links_to_neighbors_are_measured_and_fit_an_announcement(swarm):
+    await swarm.add("next")
+    await swarm.add("inside", 1, 2)
+    await swarm.add("far", 3, 4)
+    await swarm.add("silent", serve=False)
+    one = swarm.measurement()
+    await one.measure_once()
+    assert {peer for peer, _ in one.round_trips} == {"next", "inside"}
+    assert one.network_throughput > 0
+    info = server_info(0, 2, "me", round_trips=one.round_trips, network_throughput=one.network_throughput)
+    assert decode_announcement(encode_announcement("model", info)) == ("model", info)
 
-    run(scenario)
 
+@swarm_test()
+async def test_the_announced_are_those_of_the_last_view_nearest_first_and_not_too_many(swarm, monkeypatch):
+    count = MAX_ROUND_TRIPS + 10
+    distances = {str(number): (number * 31 % count) / 100 for number in range(count)}
 
-def test_links_to_neighbors_are_measured_and_fit_an_announcement():
-    async def scenario(swarm):
-        await swarm.add("next")
-        await swarm.add("inside", 1, 2)
-        await swarm.add("far", 3, 4)
-        await swarm.add("silent", serve=False)
-        one = swarm.measurement()
+    async def fake(network, chosen, concurrency):
+        assert concurrency >= len(chosen)
+        return {peer: distances[peer] for peer in chosen}
+
+    monkeypatch.setattr(module, "ping_many", fake)
+    for name in distances:
+        await swarm.add(name)
+    one = swarm.measurement()
+    for _ in range(math.ceil(count / MAX_PINGS)):
         await one.measure_once()
-        assert {peer for peer, _ in one.round_trips} == {"next", "inside"}
-        assert one.network_throughput > 0
-        info = server_info(0, 2, "me", round_trips=one.round_trips, network_throughput=one.network_throughput)
-        assert decode_announcement(encode_announcement("model", info)) == ("model", info)
+    nearest = sorted((seconds, peer) for peer, seconds in distances.items())[:MAX_ROUND_TRIPS]
+    assert one.round_trips == tuple((peer, seconds) for seconds, peer in nearest)
+    swarm.servers = swarm.servers[:3]
+    await one.measure_once()
+    assert {peer for peer, _ in one.round_trips} == {info.peer_id for info in swarm.servers[1:]}
 
-    run(scenario)
 
+@swarm_test()
+async def test_peers_that_never_answer_do_not_crowd_out_the_others(swarm, monkeypatch):
+    pinged: list[set[str]] = []
 
-def test_before_it_holds_blocks_a_server_measures_its_link_all_the_same():
-    async def scenario(swarm):
-        await swarm.add("next")
-        one = swarm.measurement(None)
+    async def fake(network, chosen, concurrency):
+        pinged.append(set(chosen))
+        return {peer: 0.1 for peer in chosen if peer.startswith("good")}
+
+    monkeypatch.setattr(module, "ping_many", fake)
+    for number in range(2 * MAX_PINGS):
+        await swarm.add(f"dead {number}", serve=False)
+    await swarm.add("good")
+    one = swarm.measurement()
+    for _ in range(9):
         await one.measure_once()
-        assert one.round_trips == ()
-        assert one.network_throughput > 0
-
-    run(scenario)
-
-
-def test_the_announced_are_those_of_the_last_view_nearest_first_and_not_too_many(monkeypatch):
-    async def scenario(swarm):
-        count = MAX_ROUND_TRIPS + 10
-        distances = {str(number): (number * 31 % count) / 100 for number in range(count)}
-
-        async def fake(network, chosen, concurrency):
-            assert concurrency >= len(chosen)
-            return {peer: distances[peer] for peer in chosen}
-
-        monkeypatch.setattr(module, "ping_many", fake)
-        for name in distances:
-            await swarm.add(name)
-        one = swarm.measurement()
-        for _ in range(math.ceil(count / MAX_PINGS)):
-            await one.measure_once()
-        nearest = sorted((seconds, peer) for peer, seconds in distances.items())[:MAX_ROUND_TRIPS]
-        assert one.round_trips == tuple((peer, seconds) for seconds, peer in nearest)
-        swarm.servers = swarm.servers[:3]
-        await one.measure_once()
-        assert {peer for peer, _ in one.round_trips} == {info.peer_id for info in swarm.servers[1:]}
-
-    run(scenario)
+        swarm.clock.now += 30
+    assert sum("good" in chosen for chosen in pinged) >= 3  # 33 peers, 16 a round: in three rounds at the latest
+    assert one.round_trips == (("good", 0.1),)
 
 
-def test_peers_that_never_answer_do_not_crowd_out_the_others(monkeypatch):
-    async def scenario(swarm):
-        pinged: list[set[str]] = []
-
-        async def fake(network, chosen, concurrency):
-            pinged.append(set(chosen))
-            return {peer: 0.1 for peer in chosen if peer.startswith("good")}
-
-        monkeypatch.setattr(module, "ping_many", fake)
-        for number in range(2 * MAX_PINGS):
-            await swarm.add(f"dead {number}", serve=False)
-        await swarm.add("good")
-        one = swarm.measurement()
-        for _ in range(9):
-            await one.measure_once()
-            swarm.clock.now += 30
-        assert sum("good" in chosen for chosen in pinged) >= 3  # 33 peers, 16 a round: in three rounds at the latest
-        assert one.round_trips == (("good", 0.1),)
-
-    run(scenario)
+@swarm_test()
+async def test_the_link_is_the_median_over_peers_in_tokens_of_16_bit_values(swarm, links):
+    for name, rate in [("a", 3200.0), ("b", 320.0), ("c", 1e12)]:
+        await swarm.add(name)
+        links[name] = rate
+    one = swarm.measurement()
+    await one.measure_once()
+    assert one.network_throughput == 3200.0 / (16 * 2)
 
 
-def test_a_neighbor_that_answers_no_more_is_not_announced():
-    async def scenario(swarm):
-        await swarm.add("next")
-        await swarm.add("other")
-        one = swarm.measurement()
-        await one.measure_once()
-        del swarm.hub.handlers["next"]
-        await one.measure_once()
-        assert [peer for peer, _ in one.round_trips] == ["other"]
-
-    run(scenario)
-
-
-def test_the_link_is_the_median_over_peers_in_tokens_of_16_bit_values(links):
-    async def scenario(swarm):
-        for name, rate in [("a", 3200.0), ("b", 320.0), ("c", 1e12)]:
-            await swarm.add(name)
-            links[name] = rate
-        one = swarm.measurement()
-        await one.measure_once()
-        assert one.network_throughput == 3200.0 / (16 * 2)
-
-    run(scenario)
-
-
-def test_an_absurd_link_still_fits_an_announcement(links):
-    async def scenario(swarm):
-        await swarm.add("a")
-        links["a"] = 1e300
-        one = swarm.measurement()
-        await one.measure_once()
-        assert one.network_throughput == 1e9
-
-    run(scenario)
+@swarm_test()
+async def test_the_link_is_measured_rarely_and_again_soon_after_a_failure(swarm, links):
+    one = swarm.measurement()
+    await one.measure_once()  # nobody there: nothing to wait for
+    await swarm.add("a")
+    links["a"] = PeerLost("gone")
+    await one.measure_once()
+    assert one.network_throughput == 0.0
+    links["a"] = 32.0
+    swarm.clock.now += BANDWIDTH_RETRY_S - 1
+    await one.measure_once()
+    assert one.network_throughput == 0.0
+    swarm.clock.now += 2
+    await one.measure_once()
+    assert one.network_throughput == 1.0
+    links["a"] = 64.0
+    swarm.clock.now += BANDWIDTH_PERIOD_S * 0.7
+    await one.measure_once()
+    assert one.network_throughput == 1.0
+    swarm.clock.now += BANDWIDTH_PERIOD_S * 0.6
+    await one.measure_once()
+    assert one.network_throughput == 2.0
+    links["a"] = PeerLost("gone")
+    swarm.clock.now += BANDWIDTH_PERIOD_S * 1.3
+    await one.measure_once()
+    assert one.network_throughput == 2.0  # what is known of the link stays
 
 
-def test_the_link_is_measured_rarely_and_again_soon_after_a_failure(links):
-    async def scenario(swarm):
-        one = swarm.measurement()
-        await one.measure_once()  # nobody there: nothing to wait for
-        await swarm.add("a")
-        links["a"] = PeerLost("gone")
-        await one.measure_once()
-        assert one.network_throughput == 0.0
-        links["a"] = 32.0
-        swarm.clock.now += BANDWIDTH_RETRY_S - 1
-        await one.measure_once()
-        assert one.network_throughput == 0.0
-        swarm.clock.now += 2
-        await one.measure_once()
-        assert one.network_throughput == 1.0
-        links["a"] = 64.0
-        swarm.clock.now += BANDWIDTH_PERIOD_S * 0.7
-        await one.measure_once()
-        assert one.network_throughput == 1.0
-        swarm.clock.now += BANDWIDTH_PERIOD_S * 0.6
-        await one.measure_once()
-        assert one.network_throughput == 2.0
-        links["a"] = PeerLost("gone")
-        swarm.clock.now += BANDWIDTH_PERIOD_S * 1.3
-        await one.measure_once()
-        assert one.network_throughput == 2.0  # what is known of the link stays
+@swarm_test()
+async def test_the_loop_survives_everything_and_stops(swarm, monkeypatch):
+    failures = iter([OSError("no network"), PeerLost("gone"), ValueError("a bug"), TimeoutError()])
+    done = asyncio.Event()
 
-    run(scenario)
+    async def view():
+        for error in failures:
+            raise error
+        done.set()
+        return swarm.servers
 
-
-def test_the_loop_survives_everything_and_stops(monkeypatch):
-    async def scenario(swarm):
-        failures = iter([OSError("no network"), PeerLost("gone"), ValueError("a bug"), TimeoutError()])
-        done = asyncio.Event()
-
-        async def view():
-            for error in failures:
-                raise error
-            done.set()
-            return swarm.servers
-
-        await swarm.add("next")
-        one = LinkMeasurement(swarm.network, lambda: HELD, view, 16, 0.001, Random(0))
-        one.start()
-        await done.wait()
-        while not one.round_trips:
-            await asyncio.sleep(0.001)
-        await one.stop()
-        asked = len(swarm.asked)
-        await asyncio.sleep(0.01)
-        assert len(swarm.asked) == asked
-        await one.stop()
-
-    run(scenario)
-
-
-def test_a_view_that_never_comes_is_given_up(monkeypatch):
-    monkeypatch.setattr(module, "VIEW_TIMEOUT_S", 0.01)
-
-    async def scenario(swarm):
-        async def view():
-            await asyncio.Event().wait()
-
-        one = LinkMeasurement(swarm.network, lambda: HELD, view, 16, 60.0)
-        with pytest.raises(TimeoutError):
-            await one.measure_once()
-
-    run(scenario)
-
-
-def test_stopping_in_the_middle_of_a_ping_or_before_the_start():
-    async def scenario(swarm):
-        asked = asyncio.Event()
-        ended = asyncio.Event()
-
-        async def silent(stream):
-            await stream.receive()
-            asked.set()
-            with suppress(PeerLost):
-                await stream.receive()
-            ended.set()
-
-        await swarm.add("next")
-        await MemoryNetwork(swarm.hub, "next").serve(silent)
-        one = swarm.measurement()
-        await one.stop()
-        one.start()
-        await asked.wait()
-        await one.stop()
-        await ended.wait()
-
-    run(scenario)
+    await swarm.add("next")
+    one = LinkMeasurement(swarm.network, lambda: HELD, view, 16, 0.001, Random(0))
+    one.start()
+    await done.wait()
+    while not one.round_trips:
+        await asyncio.sleep(0.001)
+    await one.stop()
+    asked = len(swarm.asked)
+    await asyncio.sleep(0.01)
+    assert len(swarm.asked) == asked
+    await one.stop()

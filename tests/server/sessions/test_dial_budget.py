@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swarm.protocol.messages import MAX_PEER_SESSIONS
-from swarm.server.sessions.pushing.dial_budget import (
+from swarm.server.sessions.push_link import (
     BURST,
     KNOWN_COST,
     KNOWN_S,
@@ -63,15 +63,6 @@ def test_only_so_many_at_a_time():
     assert budget.begin("client", "a third", 0.0) is None
     others = [budget.begin(f"client {number}", "peer", 0.0) for number in range(MAX_PENDING)]
     assert sum(dial is not None for dial in others) == MAX_PENDING - MAX_PENDING_OF_CLIENT
-
-
-def test_all_sessions_of_a_gateway_have_links_to_a_server_that_nobody_has_reached_yet():
-    budget = DialBudget()
-    dials = [budget.begin("gateway", f"server {number % 2}", 0.0) for number in range(MAX_PEER_SESSIONS)]
-    assert None not in dials
-    for dial in dials:
-        dial.give_up()
-    assert not budget._pending
 
 
 def test_strangers_that_wait_for_peers_that_do_not_exist_keep_nobody_from_those_that_are_known():
