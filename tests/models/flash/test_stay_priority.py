@@ -33,14 +33,6 @@ def test_a_frequency_becomes_the_share_of_tokens_that_need_an_expert():
     assert not rule.priority_BE[1].any(), "another block"
 
 
-def test_many_tokens_at_once_count_like_one_after_the_other():
-    together, apart = DecayedFrequency(BLOCKS, EXPERTS), DecayedFrequency(BLOCKS, EXPERTS)
-    use(together, 0, [2], share=1.0, tokens=40)
-    for _ in range(40):
-        use(apart, 0, [2])
-    np.testing.assert_allclose(together.priority_BE, apart.priority_BE)
-
-
 def test_a_use_counts_half_after_the_half_life():
     rule = DecayedFrequency(BLOCKS, EXPERTS, half_life=10)
     use(rule, 0, [1])

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -55,16 +54,6 @@ def test_only_what_is_not_in_memory_is_read() -> None:
     assert memory.forward(1, 4) == [[]]
 
 
-def test_of_what_was_needed_once_the_oldest_makes_room() -> None:
-    memory = Memory(4)
-    memory.forward(1, 2)
-    memory.forward(3)
-    memory.forward(1, 5)
-    assert memory.held == {1, 2, 3, 5}
-    memory.forward(6)
-    assert memory.held == {1, 3, 5, 6}
-
-
 def test_what_is_needed_often_outlives_what_was_needed_last() -> None:
     memory = Memory(3)
     for _ in range(3):
@@ -89,17 +78,6 @@ def test_after_a_prompt_memory_holds_what_is_needed_most_often() -> None:
     before = memory.held
     memory.prompt(tokens=4)
     assert memory.held == before, "of equals, what is there stays"
-
-
-def test_with_a_fixed_window_a_prompt_is_one_forward() -> None:
-    memory = Memory(4, forwards=2)
-    for neuron in (0, 1, 2):
-        memory.forward(neuron)
-    memory.prompt(5, 6)
-    assert memory.held == {2, 5, 6}
-    memory.prompt(7, 8, 9)
-    assert memory.held >= {7, 8, 9}
-    assert len(memory.held) == 4
 
 
 @given(
@@ -131,25 +109,6 @@ def test_what_leaves_is_needed_no_more_often_than_what_stays(
             assert len(memory.held) == min(capacity, len(before | needed)), "nothing leaves without need"
 
 
-def test_a_fixed_window_drops_the_neurons_of_older_forwards() -> None:
-    memory = Memory(10, forwards=2)
-    memory.forward(1)
-    memory.forward(2)
-    memory.forward(3)
-    assert memory.held == {2, 3}
-
-
-@pytest.mark.parametrize(("forwards", "rereads"), [(None, 0), (2, 3)])
-def test_sessions_that_take_turns_find_their_neurons_where_a_window_of_forwards_drops_them(
-    forwards: int | None, rereads: int
-) -> None:
-    memory = Memory(12, forwards)
-    sessions = [(0, 1, 2), (10, 11, 12), (20, 21, 22)]
-    for session in sessions:
-        memory.forward(*session)
-    assert [len(memory.forward(*session)[0]) for session in sessions] == [rereads] * 3
-
-
 def test_a_forward_that_needs_more_than_memory_holds_is_computed_in_portions() -> None:
     memory = Memory(4)
     memory.forward(3, 7)
@@ -168,11 +127,6 @@ def test_the_window_ends_at_the_expected_accepted_token_of_each_sequence() -> No
     expected = ForwardTokens((1, 5, 2), accepted=0.5).expected(8)
     assert expected is not None
     assert expected.tolist() == [True, *[True] * 3, False, False, True, False]
-
-
-def test_without_sequences_or_with_those_of_another_forward_every_token_is_in_the_window() -> None:
-    assert ForwardTokens().expected(3) is None
-    assert ForwardTokens((1, 5)).expected(3) is None
 
 
 @given(
