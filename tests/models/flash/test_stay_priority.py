@@ -5,10 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from swarm.models.flash.stay_priority import (
-    DecayedFrequency,
-    LeastRecentlyUsed,
-)
+from benchmarks.flash.least_recently_used import LeastRecentlyUsed
+from swarm.models.flash.stay_priority import DecayedFrequency
 
 BLOCKS, EXPERTS = 2, 4
 

@@ -8,10 +8,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.flash.least_recently_used import LeastRecentlyUsed
 from swarm.errors import DriveFailed
 from swarm.models.flash.experts import expert_pool
 from swarm.models.flash.experts.expert_pool import ABSENT
-from swarm.models.flash.stay_priority import DecayedFrequency, LeastRecentlyUsed
+from swarm.models.flash.stay_priority import DecayedFrequency
 from tests.models.flash.experts.pools import BLOCKS, EXPERTS, pool_of, visit
 
 forwards = st.lists(

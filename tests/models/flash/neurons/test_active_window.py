@@ -19,9 +19,9 @@ LAYOUT = RecordLayout.of({"up": (NEURONS, 2)}, {"up": 0}, torch.float32)
 class Memory:
     """A matrix that follows its window's decisions."""
 
-    def __init__(self, capacity: int, forwards: int | None = None) -> None:
+    def __init__(self, capacity: int) -> None:
         self.matrix = NeuronMatrix(LAYOUT, capacity, {})
-        self.window = ActiveWindow(self.matrix, forwards)
+        self.window = ActiveWindow(self.matrix)
         self.store = MemoryStore(LAYOUT, TENSORS)
 
     def forward(self, *needed: int, kept: list[int] | None = None) -> list[list[int]]:
@@ -62,10 +62,6 @@ def test_what_is_needed_often_outlives_what_was_needed_last() -> None:
     memory.forward(3)
     memory.forward(4)
     assert memory.held == {1, 3, 4}
-    fixed = Memory(3, forwards=3)
-    for neuron in (1, 1, 1, 2, 3, 4):
-        fixed.forward(neuron)
-    assert fixed.held == {2, 3, 4}
 
 
 def test_after_a_prompt_memory_holds_what_is_needed_most_often() -> None:
@@ -131,18 +127,14 @@ def test_the_window_ends_at_the_expected_accepted_token_of_each_sequence() -> No
 
 @given(
     st.integers(1, 12),
-    st.one_of(st.none(), st.integers(1, 4)),
     st.lists(st.sets(st.integers(0, NEURONS - 1)), max_size=15),
 )
 def test_whatever_is_needed_everything_is_computed_once_and_memory_is_never_exceeded(
-    capacity: int, forwards: int | None, needs: list[set[int]]
+    capacity: int, needs: list[set[int]]
 ) -> None:
-    memory = Memory(capacity, forwards)
-    for number, needed in enumerate(needs):
+    memory = Memory(capacity)
+    for needed in needs:
         before = memory.held
         read = [neuron for portion in memory.forward(*sorted(needed)) for neuron in portion]
         assert sorted(read) == sorted(needed - before)  # nothing twice, and nothing that was there
         assert len(memory.held) <= capacity
-        if forwards is not None:
-            recent = set().union(*needs[max(0, number + 1 - forwards) : number + 1])
-            assert memory.held <= recent
