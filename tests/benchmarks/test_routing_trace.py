@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.flash.experts.routing_trace import fewest_reads, reads
-from swarm.models.flash.stay_priority import DecayedFrequency, LeastRecentlyUsed
+from benchmarks.flash.least_recently_used import LeastRecentlyUsed
+from swarm.models.flash.stay_priority import DecayedFrequency
 
 
 @st.composite

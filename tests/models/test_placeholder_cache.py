@@ -7,7 +7,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarm.errors import SessionClosed
 from swarm.models.placeholder_cache import PlaceholderCache
 
 
@@ -16,15 +15,6 @@ class Session:
 
 
 SESSION = Session()
-
-
-def test_it_does_not_keep_its_session_and_says_so():
-    session = Session()
-    cache = PlaceholderCache(session)
-    assert cache.session is session
-    del session
-    with pytest.raises(SessionClosed, match="keep the session for as long"):
-        _ = cache.session
 
 
 def tokens_of(rows: list[list[int]]) -> torch.Tensor:
@@ -36,15 +26,6 @@ def step(cache: PlaceholderCache, tokens: torch.Tensor, mask: torch.Tensor | Non
     layout, fresh = cache.layout(rows, new, mask)
     cache.commit(rows, new, fresh, tokens)
     return layout
-
-
-def test_rows_without_padding():
-    cache = PlaceholderCache(SESSION)
-    assert step(cache, tokens_of([[1, 2, 3], [4, 5, 6]])).starts == (0, 0)
-    layout = step(cache, tokens_of([[7], [8]]))
-    assert (layout.starts, layout.counts, layout.sources) == ((3, 3), (1, 1), None)
-    assert cache.get_seq_length() == 4
-    assert cache.get_mask_sizes(2) == (6, 0)
 
 
 def test_padding_is_never_sent():

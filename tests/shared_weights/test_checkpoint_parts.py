@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 
@@ -59,30 +58,12 @@ def test_digests_are_computed_again_when_a_file_changes(folder, tmp_path):
     assert {part for part in after.parts if after.digests[part] != before.digests[part]} == {"1"}
 
 
-def test_a_changed_config_is_seen(folder, tmp_path):
-    before = parts_of(folder, tmp_path / "kept").manifest(FILES)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "bos_token_id": 7}))
-    assert parts_of(folder, tmp_path / "kept").manifest(FILES) != before
-
-
 def test_kept_digests_that_cannot_be_read_are_computed_again(folder, tmp_path):
     expected = parts_of(folder, tmp_path / "kept").manifests()
     for path in (tmp_path / "kept").rglob("*"):
         if path.is_file():
             path.write_bytes(path.read_bytes()[:-1])
     assert parts_of(folder, tmp_path / "kept").manifests() == expected
-
-
-def test_where_nothing_can_be_kept_they_are_computed(folder, tmp_path):
-    (tmp_path / "file").touch()
-    assert parts_of(folder, tmp_path / "file").manifests() == parts_of(folder).manifests()
-
-
-def test_kept_digests_are_found_from_any_folder(folder, tmp_path, monkeypatch):
-    monkeypatch.chdir(folder.parent)
-    parts_of("model", tmp_path / "kept").manifests()
-    assert hashed(parts_of(folder, tmp_path / "kept")) == 0
 
 
 def test_shards_with_an_index(tmp_path):
@@ -111,12 +92,6 @@ def test_tensors_of_other_towers_do_not_travel(folder):
     names = {item.name for part in parts.held if part != FILES for item in parts.manifest(part).items}
     assert names == set(tensors)
     assert {item.name for item in parts.manifest(CLIENT).items} == {name for name in tensors if ".layers." not in name}
-
-
-def test_chunks_are_the_bytes_of_the_tensors(folder):
-    parts, tensors = parts_of(folder), load_file(folder / "model.safetensors")
-    for number, item in enumerate(parts.manifest("0").items):
-        assert parts.read("0", number, 0) == tensors[item.name].numpy().tobytes()
 
 
 def test_a_file_that_vanished_or_was_cut(folder):

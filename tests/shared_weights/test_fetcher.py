@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -21,14 +20,12 @@ from swarm.errors import (
     WeightsUnavailable,
 )
 from swarm.models.checkpoints.checkpoint import open_checkpoint
-from swarm.models.checkpoints.part_folder import read_part_folder
-from swarm.protocol import messages
 from swarm.shared_weights import fetcher
 from swarm.shared_weights.checkpoint_parts import CheckpointParts
 from swarm.shared_weights.fetcher import MAX_WINDOW, MIN_WINDOW, RETRY_S, STALLED_S, HolderChoice, next_window
 from swarm.shared_weights.holder import WeightsHolder
 from swarm.shared_weights.manifest import CLIENT, FILES, all_parts
-from swarm.shared_weights.part_store import PartStore, file_name
+from swarm.shared_weights.part_store import PartStore
 from tests.shared_weights.peers import BLOCKS, NAME, make_checkpoint, network, run
 
 PARTS = all_parts(BLOCKS)
@@ -78,21 +75,6 @@ def test_what_was_received_is_a_checkpoint_of_the_same_name(checkpoint, tmp_path
     assert CheckpointParts(received).manifests() == CheckpointParts(checkpoint).manifests()
 
 
-def test_a_part_of_a_model_is_enough_for_its_blocks(checkpoint, tmp_path):
-    store = store_for(checkpoint, tmp_path)
-
-    async def scenario():
-        async with network() as swarm:
-            await swarm.add_holder("one", CheckpointParts(checkpoint))
-            await swarm.fetch(store, (FILES, "1"))
-
-    run(scenario())
-    received = open_checkpoint(store.folder)
-    assert received.block_digests(1, 2) == checkpoint.block_digests(1, 2)
-    assert received.block_digests(0, 2) is None
-    assert not (store.folder / file_name("0")).exists()
-
-
 def test_large_tensors_come_from_several_peers(large, tmp_path):
     store = store_for(large, tmp_path)
     asked: dict[str, int] = {}
@@ -109,20 +91,6 @@ def test_large_tensors_come_from_several_peers(large, tmp_path):
     assert all(asked.values()), "each has sent something"
     manifest = CheckpointParts(large).manifests()
     assert sum(asked.values()) == manifest.size_bytes(PARTS), "nothing was sent twice"
-
-
-def test_progress_ends_with_all_bytes(large, tmp_path):
-    store, seen = store_for(large, tmp_path), []
-
-    async def scenario():
-        async with network() as swarm:
-            await swarm.add_holder("one", CheckpointParts(large))
-            await swarm.fetch(store, PARTS, seen.append)
-
-    run(scenario())
-    last = seen[-1]
-    assert last.done_bytes == last.total_bytes == CheckpointParts(large).manifests().size_bytes(PARTS)
-    assert [one.done_bytes for one in seen] == sorted(one.done_bytes for one in seen)
 
 
 @pytest.mark.parametrize("after", [0, 7, 15])
@@ -183,45 +151,6 @@ def test_a_peer_that_sends_wrong_bytes_is_found_and_others_are_asked(large, tmp_
     run(scenario())
     assert liars == {"liar"}
     assert_same(large, store)
-
-
-def test_a_peer_that_is_lost_is_replaced(large, tmp_path):
-    store = store_for(large, tmp_path)
-
-    async def scenario():
-        async with network() as swarm:
-            await swarm.add_holder("first", CheckpointParts(large))
-            killed = False
-
-            def kill(progress):
-                nonlocal killed
-                if progress.done_bytes and not killed:
-                    killed = True
-                    swarm.hub.kill("first")
-
-            fetching = asyncio.ensure_future(swarm.fetch(store, PARTS, kill))
-            await swarm.add_holder("second", CheckpointParts(large))
-            await fetching
-            assert killed
-
-    run(scenario())
-    assert_same(large, store)
-
-
-def test_with_holders_that_do_not_share_it_says_so_at_once(checkpoint, tmp_path):
-    store = store_for(checkpoint, tmp_path)
-
-    async def refuse(stream):
-        await stream.receive(0)
-        await stream.send(messages.refusal(WeightsNotShared("this server does not share its weights")))
-
-    async def scenario():
-        async with network() as swarm:
-            await swarm.add("one", refuse)
-            with pytest.raises(WeightsUnavailable, match=r"does not share its weights.*--share-weights on"):
-                await asyncio.wait_for(swarm.fetch(store, PARTS), 5)
-
-    run(scenario())
 
 
 def test_a_holder_that_still_reads_its_weights_is_waited_for(checkpoint, tmp_path, monkeypatch):
@@ -310,13 +239,6 @@ def test_the_window_changes_by_one_and_stays_within_its_bounds(window, seconds):
     assert abs(found - window) <= 1
 
 
-def test_a_quick_peer_is_asked_for_more_than_a_slow_one():
-    quick = slow = MIN_WINDOW
-    for _ in range(20):
-        quick, slow = next_window(quick, 0.01), next_window(slow, 5)
-    assert (quick, slow) == (MAX_WINDOW, MIN_WINDOW)
-
-
 def test_the_next_part_is_begun_while_chunks_are_under_way(large, tmp_path):
     """No round trip is waited for between parts."""
     store = store_for(large, tmp_path)
@@ -343,18 +265,6 @@ def test_the_next_part_is_begun_while_chunks_are_under_way(large, tmp_path):
     assert asked.index("1") < last
 
 
-def test_manifests_that_come_at_once_are_all_noted(large, tmp_path):
-    found = CheckpointParts(large).manifests().parts
-    for number in range(20):
-        store = store_for(large, tmp_path / str(number))
-        with ThreadPoolExecutor() as threads:
-            for one in [threads.submit(store.add_manifest, part, found[part].encoded) for part in PARTS]:
-                one.result()
-        noted = read_part_folder(store.folder)
-        assert set(noted.weight_map) == set(store.weight_map) == set(large.weight_map)
-
-
-names = st.sampled_from("abcdef")
 errors = st.sampled_from([PeerLost, ProtocolViolation, ServerFault, TooManyDownloads, WeightsNotShared])
 
 
@@ -362,17 +272,6 @@ def choice(*holders: str, liars: set[str] | None = None) -> HolderChoice:
     found = HolderChoice(set() if liars is None else liars)
     found.find(holders)
     return found
-
-
-def test_liars_and_those_that_share_nothing_are_not_asked_again():
-    liars = {"a"}
-    chosen = choice("a", "b", "c", "d", liars=liars)
-    assert chosen.to_ask(0) == ["b", "c", "d"]
-    chosen.note_error("b", ProtocolViolation("it lies"), 0)
-    chosen.note_error("c", WeightsNotShared("it does not share"), 0)
-    assert chosen.to_ask(1e9) == chosen.possible == ["d"]
-    assert liars == {"a", "b"}
-    assert chosen.told == "it lies; it does not share"
 
 
 def test_those_that_failed_are_asked_again_after_a_while():
@@ -387,22 +286,6 @@ def test_those_that_failed_are_asked_again_after_a_while():
     assert chosen.to_ask(STALLED_S) == ["lost", "full", "stalled"]
 
 
-def test_those_that_failed_least_come_first():
-    chosen = choice("a", "b", "c")
-    for holder in ("a", "a", "b"):
-        chosen.note_error(holder, PeerLost("gone"), 0)
-    assert chosen.to_ask(100) == ["c", "b", "a"]
-
-
-def test_who_is_asked_for_the_first_time_since_something_came():
-    chosen = choice("a", "b")
-    assert chosen.note_asked("a")
-    assert not chosen.note_asked("a")
-    assert chosen.note_asked("b")
-    chosen.note_progress()
-    assert chosen.note_asked("a")
-
-
 def test_a_silent_peer_is_given_up_only_for_others():
     late = STALLED_S + 1
     assert not choice("a").stalled({"a": late}), "it is the only one"
@@ -413,16 +296,3 @@ def test_a_silent_peer_is_given_up_only_for_others():
     tried = choice("a", "b")
     tried.note_error("b", PeerLost("gone"), 0)
     assert not tried.stalled({"a": late}), "b may be gone for good, and a may be slow"
-
-
-@given(st.lists(names), st.lists(st.tuples(names, errors, st.floats(0, 100), st.booleans())), st.floats(0, 200))
-def test_only_peers_that_are_there_are_asked_each_once(holders, failures, now):
-    chosen = choice(*holders)
-    for holder, error, when, is_stalled in failures:
-        chosen.note_error(holder, error("no"), when, is_stalled)
-    asked = chosen.to_ask(now)
-    assert len(set(asked)) == len(asked)
-    assert set(asked) <= set(chosen.possible)
-    bad = {holder for holder, error, _, _ in failures if error in (ProtocolViolation, WeightsNotShared)}
-    assert not bad & set(asked)
-    assert set(holders) - bad <= set(chosen.possible)

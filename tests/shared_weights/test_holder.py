@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarm.errors import CheckpointError, RemoteError, WeightsNotReady, WeightsNotShared
+from swarm.errors import CheckpointError, RemoteError, WeightsNotReady
 from swarm.protocol import messages
 from swarm.shared_weights.checkpoint_parts import CheckpointParts
 from swarm.shared_weights.holder import BUSY_BYTES_PER_S, UploadPace, WeightsHolder
@@ -94,25 +94,6 @@ def test_what_is_refused_ends_the_stream(parts):
         assert answers[-1].code == code
 
 
-def test_it_is_asked_first_which_parts_there_are(parts):
-    for first in [messages.GetManifest("0"), messages.GetChunk("0", 0, 0), messages.PartData()]:
-        (answer,) = said_by(prepared(parts), first, FIND)
-        assert answer.code == "protocol_violation"
-
-
-def test_a_request_has_no_payload(parts):
-    async def scenario() -> None:
-        hub = MemoryHub()
-        await hub.serve("holder", prepared(parts).serve)
-        stream = await hub.connect("peer", "holder")
-        await stream.send(FIND, b"x")
-        answer = messages.decode_weights((await stream.receive(0)).header)
-        assert answer.code == "protocol_violation"
-        await hub.close()
-
-    virtual_time.run(scenario)
-
-
 def test_before_it_has_looked_it_asks_for_patience(parts):
     """At 4e50066 a server that was still loading was taken for one that shares nothing."""
     (answer,) = said_by(WeightsHolder(parts), FIND)
@@ -165,25 +146,6 @@ def test_parts_that_came_later_are_shared_on_new_streams(parts, checkpoint):
     virtual_time.run(scenario)
 
 
-def test_what_was_sent_is_counted(parts):
-    holder = prepared(parts)
-    ask = messages.GetManifest("0")
-    said_by(holder, FIND, ask, messages.GetChunk("0", 0, 0), messages.GetChunk("0", 1, 0), ask)
-    items = parts.manifest("0").items
-    assert holder.sent_bytes == items[0].size + items[1].size
-
-
-def test_a_model_that_is_not_asked_for_by_its_name_is_not_found(parts):
-    async def scenario() -> None:
-        hub = MemoryHub()
-        await hub.serve("holder", prepared(parts).serve)
-        with pytest.raises(WeightsNotShared, match=f"shares {NAME}"):
-            await HolderStream(await hub.connect("peer", "holder")).find(NAME.upper(), "")
-        await hub.close()
-
-    virtual_time.run(scenario)
-
-
 sizes = st.lists(st.integers(0, 4 * CHUNK_BYTES), min_size=1, max_size=20)
 rates = st.none() | st.floats(1e3, 1e9)
 
@@ -207,11 +169,6 @@ def seconds(sizes: list[int], bytes_per_s: float | None, is_busy: bool, at_once:
 
     virtual_time.run(scenario, limit=1e9)
     return ends
-
-
-@given(sizes)
-def test_without_a_bound_nothing_waits(sizes):
-    assert seconds(sizes, None, is_busy=False) == [0.0] * len(sizes)
 
 
 @given(sizes, rates, st.booleans(), st.booleans())

@@ -110,19 +110,6 @@ def test_a_request_that_drips_is_not_waited_for_longer(parts):
     in_memory(scenario)
 
 
-def test_a_slow_holder_has_fewer_streams_so_that_each_gets_its_chunks_in_time(parts):
-    async def scenario(hub):
-        await hub.serve("holder", WeightsHolder(parts, bytes_per_s=100_000.0).serve)
-        await ask(hub, "peer 0")
-        await ask(hub, "peer 1")
-        with pytest.raises(TooManyDownloads):
-            await ask(hub, "peer 2")
-
-    in_memory(scenario)
-    assert holder_module._streams_at(1.0) == 1
-    assert holder_module._streams_at(1e9) == holder_module._streams_at(None) == MAX_STREAMS
-
-
 class Reads:
     """Counts the chunks that a holder has read from its files."""
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import fcntl
-import multiprocessing
 import os
-import resource
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -27,7 +25,7 @@ from swarm.shared_weights.manifest import (
     chunk_digest,
     item_digest,
 )
-from swarm.shared_weights.part_store import Chunk, PartStore, UnfinishedPart, default_root, file_name, folder_name
+from swarm.shared_weights.part_store import Chunk, PartStore, default_root, file_name, folder_name
 
 MODEL, REVISION, BLOCKS = "org/model", "main", 3
 SIZES = (5, 0, CHUNK_BYTES + 3, 2 * CHUNK_BYTES, 9)
@@ -155,14 +153,6 @@ def test_a_file_that_others_have_changed_is_not_used(tmp_path, source):
     assert content(store, source) == source.contents
 
 
-@pytest.mark.parametrize("extra", [b"", b"x" * 100])
-def test_an_unfinished_file_of_another_length_is_made_right(tmp_path, extra):
-    store = store_with_manifests(tmp_path, BLOCK)
-    store.unfinished_path("0").write_bytes(extra * CHUNK_BYTES)
-    receive(store, BLOCK)
-    assert content(store, BLOCK) == BLOCK.contents
-
-
 def test_weights_by_another_digest_are_not_taken_for_the_trusted_ones(tmp_path):
     """They have the same shapes, so their files have the same sizes; what was believed first may have been wrong."""
     wrong, wrong_files = block(seed=100), Source(FILES, {**FILE_CONTENT, "config.json": b'{"model_type": "lambs"}'})
@@ -179,11 +169,6 @@ def test_weights_by_another_digest_are_not_taken_for_the_trusted_ones(tmp_path):
         assert content(store, one) == one.contents
 
 
-def test_a_manifest_that_comes_again_removes_nothing(tmp_path):
-    receive(store_with_manifests(tmp_path, BLOCK), BLOCK)
-    assert store_with_manifests(tmp_path, BLOCK).held == {"0"}
-
-
 def test_a_manifest_must_be_the_trusted_one(tmp_path):
     store = open_store(tmp_path, BLOCK)
     for part, manifest in (("0", block(seed=1).manifest), ("1", BLOCK.manifest)):
@@ -192,19 +177,6 @@ def test_a_manifest_must_be_the_trusted_one(tmp_path):
     with pytest.raises(ProtocolViolation, match="not a manifest"):
         store.add_manifest("0", b"\xc1")
     assert store.manifests == {}
-
-
-def test_a_manifest_on_disk_is_not_trusted(tmp_path):
-    store = store_with_manifests(tmp_path, BLOCK)
-    (store.folder / "manifests" / "0").write_bytes(block(seed=1).manifest.encoded)
-    assert open_store(tmp_path, BLOCK).manifests == {}
-    (store.folder / "manifests" / "0").write_bytes(b"\xc1")
-    assert open_store(tmp_path, BLOCK).manifests == {}
-
-
-def test_digests_of_parts_that_the_model_does_not_have_are_left_out(tmp_path):
-    store = PartStore.open(tmp_path, MODEL, REVISION, 1, {"0": "a" * 64, "1": "b" * 64, "../x": "c" * 64})
-    assert store.digests == {"0": "a" * 64}
 
 
 def test_the_folder_says_where_tensors_are(tmp_path):
@@ -236,30 +208,6 @@ def test_two_processes_do_not_receive_the_same_part(tmp_path):
         with pytest.raises(WeightsUnavailable, match=r"another process receives part 0.*--cache-dir"):
             second.begin("0", BLOCK.digests).open()
     receive(second, BLOCK)
-
-
-def test_another_process_lets_go_when_it_ends(tmp_path):
-    """The lock is the kernel's: a process that is killed keeps nothing."""
-    store = store_with_manifests(tmp_path, BLOCK)
-    context = multiprocessing.get_context("fork")
-    ours, theirs = context.Pipe()
-
-    def hold() -> None:
-        part = UnfinishedPart(store, "0", BLOCK.digests)
-        part.open()
-        theirs.send("open")
-        theirs.recv()
-
-    process = context.Process(target=hold)
-    process.start()
-    try:
-        assert ours.recv() == "open"
-        with pytest.raises(WeightsUnavailable, match="another process"):
-            store.begin("0", BLOCK.digests).open()
-    finally:
-        process.kill()
-        process.join()
-    receive(store, BLOCK)
 
 
 @pytest.mark.parametrize("source", [BLOCK, JSON], ids=lambda source: source.part)
@@ -313,44 +261,6 @@ def test_a_full_drive(tmp_path, monkeypatch, room):
         assert open_store(tmp_path, BLOCK).held == set()
 
 
-def test_a_file_that_may_not_grow(tmp_path):
-    """As on a drive whose files are small: FAT32."""
-    store = store_with_manifests(tmp_path, BLOCK)
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (CHUNK_BYTES, before[1]))
-    try:
-        with pytest.raises(WeightsUnavailable, match=r"File too large.*--cache-dir"):
-            receive(store, BLOCK)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert store.held == set()
-    receive(store, BLOCK)
-
-
-def test_a_drive_that_takes_a_few_bytes_at_a_time(tmp_path, monkeypatch):
-    store, write = store_with_manifests(tmp_path, BLOCK), os.pwrite
-    monkeypatch.setattr(part_store.os, "pwrite", lambda file, data, at: write(file, data[: CHUNK_BYTES // 2 + 1], at))
-    receive(store, BLOCK)
-    assert content(store, BLOCK) == BLOCK.contents
-
-
-def test_what_has_come_needs_no_space_again(tmp_path):
-    store = store_with_manifests(tmp_path, BLOCK)
-    assert store.needed_bytes(["0"]) == sum(SIZES)
-    with begun(store, BLOCK) as part:
-        chunk = list(part.chunks)[3]
-        part.write(chunk, BLOCK.data(chunk))
-    assert store.needed_bytes(["0"]) <= sum(SIZES) - CHUNK_BYTES
-    receive(store, BLOCK)
-    assert store.needed_bytes(["0"]) == 0
-
-
-def test_a_folder_that_cannot_be_used(tmp_path):
-    (tmp_path / "file").touch()
-    with pytest.raises(WeightsUnavailable, match=r"cannot be used: Not a directory.*--cache-dir"):
-        open_store(tmp_path / "file", BLOCK)
-
-
 def test_a_drive_that_cannot_be_read_says_so(tmp_path, monkeypatch):
     store = store_with_manifests(tmp_path, BLOCK)
 
@@ -363,15 +273,6 @@ def test_a_drive_that_cannot_be_read_says_so(tmp_path, monkeypatch):
         monkeypatch.setattr(part_store.os, "pread", fail)
         with pytest.raises(WeightsUnavailable, match="Input/output error"):
             part.missing()
-
-
-@given(st.text(max_size=60), st.text(max_size=20))
-def test_folders_have_plain_names(model, revision):
-    name = folder_name(model, revision)
-    assert Path(name).name == name
-    assert len(name) <= 53
-    assert not name.startswith(".")
-    assert name != folder_name(model, revision + "x")
 
 
 def test_folders_of_models_can_be_told_apart(tmp_path, monkeypatch):

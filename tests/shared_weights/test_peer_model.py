@@ -9,12 +9,11 @@ from types import SimpleNamespace
 import pytest
 
 from swarm.data_structures import ModelInfo, ServerState
-from swarm.errors import DhtError, UnknownWeights, WeightsUnavailable
+from swarm.errors import UnknownWeights, WeightsUnavailable
 from swarm.protocol import messages
 from swarm.shared_weights import peer_model
 from swarm.shared_weights.manifest import FILES
-from swarm.shared_weights.peer_model import REFRESH_S, PeerModel, SharersOfModel, find_model, sharers
-from tests import virtual_time
+from swarm.shared_weights.peer_model import PeerModel, find_model, sharers
 from tests.infos import server_info
 from tests.shared_weights import bad_holders as bad
 from tests.shared_weights.peers import BLOCKS, NAME, PARTS, network, trusted, with_peers
@@ -57,23 +56,6 @@ def test_what_is_learned_later_has_to_agree_with_what_was_known(parts, other, tm
         await opened.require(["0"])
         with pytest.raises(UnknownWeights):
             await opened.require(["1"])
-
-    with_peers(scenario, one=bad.holder(parts, bad.honest))
-
-
-def test_parts_that_nobody_had_at_first_are_learned_of_when_they_are_needed(parts, tmp_path):
-    said = [trusted(parts, (FILES, "0")), trusted(parts)]
-
-    async def scenario(open_stream, find):
-        async def learn():
-            return said.pop(0)
-
-        opened = await PeerModel.open(NAME, learn, open_stream, find, tmp_path)
-        await opened.require([FILES, "0"])
-        assert len(said) == 1
-        await opened.require(["1", "1"])
-        assert not said
-        assert opened.received.block_digests(0, 2) == parts.checkpoint.block_digests(0, 2)
 
     with_peers(scenario, one=bad.holder(parts, bad.honest))
 
@@ -123,32 +105,6 @@ def test_those_that_share_but_for_this_peer_and_those_that_leave():
     assert set(sharers(servers, "own", random.Random(1))) == {"a", "b", "joining"}
     orders = {tuple(sharers(servers, "own", random.Random(seed))) for seed in range(20)}
     assert len(orders) > 1, "not all ask the same peer first"
-
-
-def test_the_dht_is_asked_every_ten_seconds_or_while_it_knows_none(monkeypatch):
-    asked, answers = [], [[], [sharer("a")], [sharer("b")], DhtError("no answer")]
-
-    async def fetch(dht, model, blocks):
-        asked.append((model, blocks))
-        answer = answers.pop(0)
-        if isinstance(answer, DhtError):
-            raise answer
-        return answer
-
-    monkeypatch.setattr(peer_model, "fetch_servers", fetch)
-
-    async def scenario() -> None:
-        found = SharersOfModel(PEER, "model", 3)
-        assert await found.find() == []
-        assert await found.find() == ["a"]
-        assert await found.find() == ["a"]
-        await asyncio.sleep(REFRESH_S)
-        assert await found.find() == ["b"]
-        await asyncio.sleep(REFRESH_S)
-        assert await found.find() == ["b"], "those that were known before"
-
-    virtual_time.run(scenario)
-    assert asked == [("model", 3)] * 4
 
 
 def test_a_model_that_the_swarm_serves_and_one_that_it_does_not(monkeypatch):

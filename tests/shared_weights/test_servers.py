@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from swarm.client.config import NetworkOptions
 from swarm.client.model.auto_model import AutoDistributedModelForCausalLM
 from swarm.data_structures import Span
-from swarm.errors import HubUnreachable, WeightsUnavailable
+from swarm.errors import HubUnreachable
 from swarm.models.checkpoints.checkpoint import open_checkpoint
 from swarm.models.checkpoints.known_digests import encode_digest_file, known_digests
 from swarm.server.config import BlocksOption, ServerConfig, WeightsOption
@@ -138,29 +138,6 @@ def _config(server: Server):
 
     assert server._weights is not None
     return resolve_config(server.config, server._weights.checkpoint)
-
-
-def test_where_no_server_shares_it_says_so_at_once(folder, digests, tmp_path):
-    async def scenario() -> None:
-        async with serving(WeightsOption(source=str(folder)), f"0:{BLOCKS}") as holder:
-            peers = await addresses_of(holder)
-            with pytest.raises(WeightsUnavailable, match="no peer is known that shares it"):
-                async with asyncio.timeout(30), serving(WeightsOption("peers", digests), "1", peers, tmp_path / "a"):
-                    pass
-
-    uvloop.run(scenario())
-
-
-def test_an_open_swarm_is_not_believed(folder, tmp_path):
-    async def scenario() -> None:
-        async with serving(WeightsOption(source=str(folder), share=True), "0:2") as holder:
-            await until_shared(holder)
-            peers = await addresses_of(holder)
-            with pytest.raises(WeightsUnavailable, match="nothing says what the weights"):
-                async with serving(WeightsOption("peers"), "1", peers, tmp_path / "a"):
-                    pass
-
-    uvloop.run(scenario())
 
 
 def test_the_hub_is_asked_first_and_peers_where_it_cannot_be_reached(folder, digests, tmp_path):

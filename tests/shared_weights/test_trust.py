@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarm.errors import DigestFileError, UnknownWeights, WeightsUnavailable
+from swarm.errors import DigestFileError, UnknownWeights
 from swarm.models.checkpoints.known_digests import encode_digest_file
 from swarm.shared_weights.fetcher import MAX_HOLDERS
 from swarm.shared_weights.holder_stream import FIND_TIMEOUT_S
@@ -30,21 +30,6 @@ def test_what_all_say_is_pinned_and_silent_ones_are_not_waited_for_one_after_the
     silent_ones = {f"silent{number}": silent for number in range(2 * MAX_HOLDERS - 2)}
     assert with_peers(scenario, one=half, two=rest, **silent_ones) <= FIND_TIMEOUT_S + 1
     assert trusted_by_file(NAME, path) == trusted(parts)
-
-
-def test_no_more_peers_are_asked_than_are_needed(parts):
-    asked = 0
-
-    async def counted(stream):
-        nonlocal asked
-        asked += 1
-        await bad.holder(parts, bad.honest)(stream)
-
-    async def scenario(open_stream, find):
-        await trusted_at_first_use(NAME, None, open_stream, find, None)
-
-    with_peers(scenario, **{f"peer{number}": counted for number in range(50)})
-    assert asked == 2 * MAX_HOLDERS
 
 
 def test_one_liar_is_enough_for_none_to_be_believed_and_nothing_is_pinned(parts, other, tmp_path):
@@ -79,22 +64,8 @@ def test_what_was_pinned_is_used_though_no_peer_answers_and_is_not_replaced(part
     assert path.read_bytes() == pinned
 
 
-def test_without_anything_pinned_it_says_what_peers_have_said(parts):
-    async def scenario(open_stream, find):
-        with pytest.raises(WeightsUnavailable, match="did not answer"):
-            await trusted_at_first_use(NAME, None, open_stream, find, None)
-
-    with_peers(scenario, one=silent)
-
-
 truth = {str(block): f"{block:064x}" for block in range(5)}
 honest = st.lists(st.sets(st.sampled_from(sorted(truth))), min_size=1, max_size=5)
-
-
-@given(honest)
-def test_peers_that_agree_know_together_what_each_knows(known):
-    found = agree("m", [TrustedParts("r", 5, {part: truth[part] for part in parts}) for parts in known])
-    assert found == TrustedParts("r", 5, {part: truth[part] for parts in known for part in parts})
 
 
 @given(honest, st.sampled_from(sorted(truth)), st.integers(0, 100))

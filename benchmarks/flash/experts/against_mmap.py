@@ -17,9 +17,10 @@ from benchmarks.flash.experts.ballast import MIN_AVAILABLE_BYTES, Ballast, avail
 from benchmarks.flash.experts.blocks import QWEN3, MoeBlocks, MoeShape, write_files
 from benchmarks.flash.experts.cache import load_trace
 from benchmarks.flash.experts.routing_trace import Trace, fewest_reads, overlap, reads
+from benchmarks.flash.least_recently_used import LeastRecentlyUsed
 from swarm.models.flash.experts.expert_pool import ExpertPool
 from swarm.models.flash.reading import FlashStore
-from swarm.models.flash.stay_priority import DecayedFrequency, LeastRecentlyUsed
+from swarm.models.flash.stay_priority import DecayedFrequency
 
 RESIDENT_SHARE = 0.25
 WARM_UP_TOKENS = 48

@@ -15,7 +15,8 @@ import numpy as np
 from benchmarks.common.machine import describe
 from benchmarks.common.tables import table
 from benchmarks.flash.experts.routing_trace import Trace, fewest_reads, overlap, reads
-from swarm.models.flash.stay_priority import DecayedFrequency, LeastRecentlyUsed
+from benchmarks.flash.least_recently_used import LeastRecentlyUsed
+from swarm.models.flash.stay_priority import DecayedFrequency
 
 TRACE = Path(__file__).with_name("trace.npz")
 SHARES = (0.125, 0.25, 0.5, 0.75)

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from benchmarks.common.tables import table
+from benchmarks.flash.least_recently_used import LeastRecentlyUsed
 from benchmarks.flash.quality.methods import Observed, Subject, computed_with, sequences_of
 from swarm.models.flash.memory_shares import NeuronNeed, divide_neurons, equal_shares
 from swarm.models.flash.neurons.predictor import Sparsity
@@ -60,7 +61,11 @@ def rows(traces: Sequence[np.ndarray], sparsities: Sequence[Sparsity]) -> list[l
             least = _mean(fewest_reads, ordered, equal)
             shares = [
                 least,
-                _mean(lambda trace, slots: neurons_read(trace, slots, len(trace)), ordered, equal),
+                _mean(
+                    lambda trace, slots: neurons_read(trace, slots, LeastRecentlyUsed(1, trace.shape[1])),
+                    ordered,
+                    equal,
+                ),
                 _mean(neurons_read, ordered, equal),
                 _mean(neurons_read, ordered, divided),
             ]

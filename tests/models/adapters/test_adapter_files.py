@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from swarm.data_structures import Span
 from swarm.errors import AdapterError, AdapterMismatch
 from swarm.models.adapters import adapter_files
-from swarm.models.adapters.adapter_files import read_adapter, read_block_weights
+from swarm.models.adapters.adapter_files import read_block_weights
 from swarm.models.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from tests.zoo import BLOCKS, make_checkpoint
 
@@ -81,29 +80,6 @@ def test_the_parts_of_a_span_are_the_files_factors_scaled(checkpoint: Checkpoint
             assert one.up.dtype is torch.float32
 
 
-def test_a_server_and_a_client_name_them_alike(checkpoint: Checkpoint, made: Path) -> None:
-    """Whatever span is read, and though a client scales inside of its graph."""
-    pytest.importorskip("msgspec")  # what computes does without
-    from swarm.client.tuning.lora import stored_lora
-    from swarm.models.adapters.block_adapter import BlockAdapterWeights
-    from swarm.protocol.adapter_encoding import pack_adapters
-
-    whole = read_adapter(made, checkpoint)
-    lora = stored_lora(whole)
-    for block, part in read_block_weights(made, checkpoint, Span(1, 4)).items():
-        (served,), _ = pack_adapters([part], torch.float32)
-        (sent,), _ = pack_adapters([BlockAdapterWeights(None, lora.factors(block))], torch.float32)
-        assert served.digest == sent.digest
-
-
-def test_16_bit_files_become_float32(checkpoint: Checkpoint, changed: Any) -> None:
-    def halve(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
-        tensors.update({name: tensor.bfloat16() for name, tensor in tensors.items()})
-
-    parts = read_block_weights(changed(halve), checkpoint, Span(0, BLOCKS))
-    assert {tensor.dtype for part in parts.values() for tensor in part.tensors} == {torch.float32}
-
-
 def set_config(**entries: Any) -> Change:
     return lambda config, tensors: config.update(entries)
 
@@ -126,30 +102,17 @@ A0, B0 = PLACE.format(0, "q_proj", "A"), PLACE.format(0, "q_proj", "B")
     ("change", "kind", "said"),
     [
         (set_config(peft_type="IA3"), AdapterError, "IA3"),
-        (set_config(peft_type=None), AdapterError, "its method is ''"),
-        (set_config(peft_type=3), AdapterError, "peft_type is '3'"),
         (set_config(use_dora=True), AdapterError, "use_dora"),
         (set_config(bias="lora_only"), AdapterError, "biases"),
-        (set_config(lora_bias=True), AdapterError, "lora_bias"),
         (set_config(init_lora_weights="pissa"), AdapterError, "pissa"),
-        (set_config(init_lora_weights=[1]), AdapterError, "init_lora_weights"),
         (set_config(of_next_year={"x": 1}), AdapterError, "of_next_year"),
         (set_config(r=0), AdapterError, "r is 0"),
-        (set_config(r=10**9), AdapterError, "r is 1000000000"),
-        (set_config(r="8"), AdapterError, "r is 8"),
         (set_config(lora_alpha=float("inf")), AdapterError, "lora_alpha is inf"),
-        (set_config(lora_alpha=float("nan")), AdapterError, "lora_alpha is nan"),
         (set_config(rank_pattern={"(a+)+$": 4}), AdapterError, "regular expressions"),
-        (set_config(rank_pattern={"q_proj": -1}), AdapterError, "rank_pattern is -1"),
-        (set_config(rank_pattern=[1]), AdapterError, "rank_pattern is"),
         (set_config(r=5), AdapterMismatch, r"lora_A.weight is \[4, 32\] instead of \[5, 32\]"),
-        (set_config(peft_type="PROMPT_TUNING", num_virtual_tokens=4), AdapterError, "do not match its method"),
         (set_config(peft_type="PROMPT_TUNING"), AdapterError, "num_virtual_tokens is 0"),
         (set_tensor(A0, torch.zeros(RANK, 64)), AdapterMismatch, r"\[4, 64\] instead of \[4, 32\]"),
-        (set_tensor(A0, torch.zeros(RANK * 32)), AdapterMismatch, r"is \[128\] instead of"),
         (set_tensor(B0, torch.full((32, RANK), float("nan"))), AdapterError, "holds NaN"),
-        (set_tensor(B0, torch.full((32, RANK), float("inf"))), AdapterError, "infinity"),
-        (set_tensor(B0, torch.zeros(32, RANK, dtype=torch.int8)), AdapterError, "int8"),
         (set_tensor(PLACE.format(6, "q_proj", "A"), torch.zeros(RANK, 32)), AdapterMismatch, "the model has 6"),
         (set_tensor(PLACE.format(0, "z_proj", "A"), torch.zeros(RANK, 32)), AdapterError, "z_proj"),
         (
@@ -158,7 +121,6 @@ A0, B0 = PLACE.format(0, "q_proj", "A"), PLACE.format(0, "q_proj", "B")
             "outside the blocks",
         ),
         (drop(B0), AdapterError, "only one"),
-        (lambda config, tensors: tensors.clear(), AdapterError, "do not match its method"),
         (
             set_config(revision="a" * 40, base_model_name_or_path="some/base"),
             AdapterMismatch,
@@ -186,40 +148,12 @@ def test_another_revision_can_be_forced(checkpoint: Checkpoint, changed: Any, ca
     assert "used anyway" in caplog.text
 
 
-def test_a_revision_that_is_not_known_is_logged(
-    checkpoint: Checkpoint, changed: Any, caplog: pytest.LogCaptureFixture
-) -> None:
-    for revision in [None, "main"]:
-        with caplog.at_level(logging.WARNING):
-            assert read_block_weights(changed(set_config(revision=revision)), checkpoint, Span(0, BLOCKS))
-        assert "does not say for which revision" in caplog.text
-
-
-def test_the_same_revision_is_taken_without_a_word(
-    checkpoint: Checkpoint, changed: Any, caplog: pytest.LogCaptureFixture
-) -> None:
-    assert read_block_weights(changed(set_config(revision=checkpoint.revision)), checkpoint, Span(0, BLOCKS))
-    assert not caplog.text
-
-
 @pytest.mark.parametrize("name", adapter_files.PICKLED_WEIGHTS_FILES)
 def test_pickled_weights_are_refused_by_name(name: str, checkpoint: Checkpoint, made: Path, tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_bytes((made / "adapter_config.json").read_bytes())
     torch.save(load_file(made / adapter_files.WEIGHTS_FILE), tmp_path / name)
     with pytest.raises(AdapterError, match=f"{name}, a pickled file"):
         read_block_weights(tmp_path, checkpoint, Span(0, BLOCKS))
-
-
-def test_an_unreadable_config_is_refused(checkpoint: Checkpoint, tmp_path: Path) -> None:
-    for config, said in [
-        (b"", "cannot be read"),
-        (b"[1]", "not a JSON object"),
-        (b"[" * 100_000, "cannot be read"),
-        (b"\xff", "cannot be read"),
-    ]:
-        (tmp_path / "adapter_config.json").write_bytes(config)
-        with pytest.raises(AdapterError, match=said):
-            read_block_weights(tmp_path, checkpoint, Span(0, 1))
 
 
 def test_files_that_are_not_there_or_not_what_they_are_called(

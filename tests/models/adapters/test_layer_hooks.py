@@ -26,7 +26,6 @@ from swarm.models.checkpoints.checkpoint import open_checkpoint
 from swarm.models.cutting.model_inspection import linear_size
 from swarm.models.execution.session_cache import SessionCache, advance_steps, forward_without_cache
 from swarm.models.execution.span_model import SpanModel
-from swarm.models.execution.strategy_choice import choose_forward
 from swarm.models.loading.span_loading import load_span
 from swarm.models.weights.frozen_linear import FrozenLinear
 from tests import zoo
@@ -151,26 +150,6 @@ def alone(model: SpanModel, row: torch.Tensor, adapter: AdapterWeights) -> torch
         return model.forward(row.unsqueeze(0))[0]
 
 
-def test_a_traced_forward_is_left_out_where_an_adapter_runs(tmp_path_factory):
-    model = load("llama", tmp_path_factory)
-    adapter = make_adapter(model)
-    hidden = rows_of(4)
-    layout = StepLayout((0,), (4,))
-    plain, adapted = (forward_without_cache(model, hidden, layout, parts) for parts in (NO_ADAPTER, adapter))
-    chosen = choose_forward(model).strategy
-    calls = []
-
-    def noted(*args):
-        calls.append(1)
-        return chosen.flat(*args)
-
-    model = model.with_strategy(replace(chosen, flat=noted))
-    close(forward_without_cache(model, hidden, layout, adapter), adapted)
-    assert not calls
-    close(forward_without_cache(model, hidden, layout), plain)
-    assert calls
-
-
 def test_nothing_is_added_in_another_thread_or_afterwards(llama):
     adapter, hidden, layout = make_adapter(llama), rows_of(4), StepLayout((0,), (4,))
     plain = forward_without_cache(llama, hidden, layout)
@@ -185,17 +164,6 @@ def test_nothing_is_added_in_another_thread_or_afterwards(llama):
     assert active_adapters() is None
     for output in (*found, forward_without_cache(llama, hidden, layout)):
         close(output, plain)
-
-
-def test_nothing_runs_after_a_forward_that_failed(llama, monkeypatch):
-    def fails(*args, **kwargs):
-        raise MemoryError
-
-    for name in ("forward", "forward_tokens"):
-        monkeypatch.setattr(llama, name, fails)
-    with pytest.raises(MemoryError):
-        forward_without_cache(llama, rows_of(4), StepLayout((0,), (4,)), make_adapter(llama))
-    assert active_adapters() is None
 
 
 @pytest.mark.parametrize("quant", ["int8", "int4"])
@@ -214,20 +182,6 @@ def test_quantized_blocks(quant, tmp_path_factory):
     plain = module(hidden)
     with model.adapted.activate([AdapterSegment(adapter, range(5))]):
         close(module(hidden), plain + hidden @ factors.down.T @ factors.up.T)
-
-
-def test_sixteen_bits(tmp_path_factory):
-    """Blocks in bfloat16 with an adapter in float32 compute in bfloat16; what is added is rounded once."""
-    folder = zoo.make_checkpoint("llama", tmp_path_factory.mktemp("half"))
-    model, exact = (
-        load_span(open_checkpoint(folder), SPAN, dtype=dtype, device=torch.device("cpu"))
-        for dtype in (torch.bfloat16, torch.float32)
-    )
-    adapter, hidden, layout = make_adapter(exact), rows_of(8), StepLayout((0,), (8,))
-    output = forward_without_cache(model, hidden.bfloat16(), layout, adapter)
-    expected = forward_without_cache(exact, hidden.bfloat16().float(), layout, adapter)
-    assert output.dtype is torch.bfloat16
-    assert (output.float() - expected).norm() < 0.05 * expected.norm()
 
 
 def factors(
@@ -279,13 +233,6 @@ def test_modules_that_see_other_tokens_are_computed_alone(tmp_path_factory):
     for work, adapter in zip(works, both, strict=True):
         advance_steps([(work, 4)])
         close(work.output, alone(model, hidden, adapter))
-
-
-def test_a_router_that_is_linear_in_name_only_is_refused(tmp_path_factory):
-    model = load("llama4_text", tmp_path_factory)
-    adapter = make_adapter(model)
-    with pytest.raises(AdapterRefused, match=r"feed_forward.router of block \d returns more than a matrix product"):
-        forward_without_cache(model, rows_of(3), StepLayout((0,), (3,)), adapter)
 
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.lists(st.integers(-2, 6), max_size=5)), min_size=1, max_size=4))

@@ -7,7 +7,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swarm.models.attention.contiguous_attention import MIN_GROWTH_POSITIONS
 from swarm.models.attention.padded_kv import PaddedKV, PaddedKVLayer, PaddedSlice
 
 HEADS, KEY_DIM, VALUE_DIM = 2, 3, 5  # some families' keys and values have different widths
@@ -29,26 +28,6 @@ def filled(rows: int, slots: int, layers: int = 2, seed: int = 0) -> tuple[Padde
     return cache, given_states
 
 
-def test_update_returns_everything_so_far():
-    layer = PaddedKVLayer()
-    keys, values = states(rows=2, slots=7)
-    layer.update(keys[:, :, :4], values[:, :, :4])
-    all_keys, all_values = layer.update(keys[:, :, 4:], values[:, :, 4:])
-    assert torch.equal(all_keys, keys)
-    assert torch.equal(all_values, values)
-    assert layer.get_seq_length() == 7
-
-
-def test_growth_keeps_the_past_and_doubles():
-    layer = PaddedKVLayer()
-    keys, values = states(rows=1, slots=MIN_GROWTH_POSITIONS + 1)
-    for slot in range(MIN_GROWTH_POSITIONS + 1):
-        result = layer.update(keys[:, :, slot : slot + 1], values[:, :, slot : slot + 1])
-    assert torch.equal(result[0], keys)
-    assert torch.equal(result[1], values)
-    assert layer.keys.shape[2] == 2 * MIN_GROWTH_POSITIONS
-
-
 def test_appending_within_the_capacity_does_not_move_the_past():
     layer = PaddedKVLayer()
     layer.update(*states(rows=1, slots=3))
@@ -60,15 +39,6 @@ def test_appending_within_the_capacity_does_not_move_the_past():
 def test_mask_covers_the_past_and_the_new_tokens():
     layer = PaddedKVLayer(length=5)
     assert layer.get_mask_sizes(3) == (8, 0)
-
-
-def test_rollback_overwrites():
-    cache, [(keys, values), _] = filled(rows=1, slots=6)
-    cache.truncate(4)
-    other_keys, other_values = states(rows=1, slots=2, seed=9)
-    all_keys, all_values = cache.update(other_keys, other_values, 0)
-    assert torch.equal(all_keys, torch.cat([keys[:, :, :4], other_keys], dim=2))
-    assert torch.equal(all_values, torch.cat([values[:, :, :4], other_values], dim=2))
 
 
 def test_rollback_repairs_layers_that_a_failed_forward_left_behind():
@@ -84,20 +54,6 @@ def test_a_cache_of_later_layers_answers_for_layer_0():
     cache.update(*states(rows=4, slots=5), 2)
     assert cache.get_seq_length() == 5
     assert cache.sequences == 4
-
-
-def test_assembling_before_the_first_step_gives_an_empty_cache():
-    cache = PaddedKV.from_slices([PaddedSlice(PaddedKV(2), 0, 0, 0)] * 3)
-    assert cache.length == 0
-    keys, values = states(rows=3, slots=2)
-    assert torch.equal(cache.update(keys, values, 1)[0], keys)
-
-
-def test_assembled_sequences_are_copies():
-    cache, [(keys, _), _] = filled(rows=1, slots=3)
-    copied = PaddedKV.from_slices([PaddedSlice(cache, 0, 0, 3)] * 2)
-    cache.layers[0].keys.zero_()
-    assert torch.equal(copied.layers[0].keys[1, :, :3], keys[0])
 
 
 @pytest.mark.parametrize("first", [0, 2])

@@ -34,19 +34,6 @@ def test_same_weights_have_the_same_digest_in_any_order():
     assert len(block_digest(SMALL)) == DIGEST_HEX_DIGITS
 
 
-def test_a_view_has_the_digest_of_its_values():
-    assert block_digest({"w": torch.arange(6).view(2, 3).T}) == block_digest(
-        {"w": torch.tensor([[0, 3], [1, 4], [2, 5]])}
-    )
-
-
-def test_one_changed_value_of_a_small_tensor_changes_it():
-    for place in [(0, 0), (1, 2), (2, 3)]:
-        changed = {name: tensor.clone() for name, tensor in SMALL.items()}
-        changed["attention.weight"][place] += 1e-6 + 1e-3
-        assert block_digest(changed) != block_digest(SMALL)
-
-
 def test_names_shapes_and_dtypes_count():
     for other in [
         {"attention.weight": SMALL["attention.weight"]},
@@ -60,11 +47,6 @@ def test_names_shapes_and_dtypes_count():
 def test_the_first_and_the_last_page_of_a_large_tensor_count():
     for byte in [0, PAGE_BYTES - 1, LARGE_BYTES - PAGE_BYTES, LARGE_BYTES - 1]:
         assert block_digest(large(byte)) != block_digest(large())
-
-
-def test_large_tensors_are_sampled():
-    between = (LARGE_BYTES - PAGE_BYTES) // (SAMPLED_PAGES - 1) - 1  # the last byte before the second page
-    assert block_digest(large(between)) == block_digest(large())
 
 
 @pytest.mark.parametrize("tensor", [torch.tensor(1.5), torch.empty(0, 4), torch.ones(3, dtype=torch.bfloat16)])
@@ -86,8 +68,3 @@ def test_what_is_read_of_a_block_is_bounded_and_lies_inside_its_tensors(sizes):
     assert sum(pages) <= MAX_BLOCK_PAGES
     assert sum(pages) >= min(len(pages), MAX_BLOCK_PAGES)
     assert max(pages, default=0) <= SAMPLED_PAGES
-
-
-def test_a_usual_block_is_sampled_in_all_its_matrices():
-    ranges = sampled_ranges({f"matrix {number}": 2**27 for number in range(7)})
-    assert [len(found) for found in ranges.values()] == [SAMPLED_PAGES] * 7

@@ -44,26 +44,9 @@ def digests(checkpoint, **options) -> list[str]:
     return [found[block] for block in range(checkpoint.blocks)]
 
 
-@pytest.fixture
-def right(whole) -> list[str]:
-    found = open_checkpoint(whole).block_digests(0, zoo.BLOCKS)
-    assert found is not None
-    return found
-
-
-def test_a_folder_with_all_weights_needs_nobody(whole, right):
-    assert digests(open_checkpoint(whole)) == right
-
-
 def test_a_folder_without_them_says_what_to_do(weightless):
     with pytest.raises(UnknownWeights, match=r"swarm digest MODEL --output FILE.*--digests FILE"):
         known_digests(open_checkpoint(weightless))
-
-
-def test_a_file_beside_the_checkpoint(weightless, whole, right):
-    revision = open_checkpoint(whole).revision
-    write_digest_file(weightless / FILE_BESIDE_CHECKPOINT, encode_digest_file("model", revision, right))
-    assert digests(open_checkpoint(weightless)) == right
 
 
 def test_a_file_that_the_user_names_comes_first(whole, tmp_path):
@@ -71,15 +54,6 @@ def test_a_file_that_the_user_names_comes_first(whole, tmp_path):
     others = ["0" * 12] * zoo.BLOCKS
     write_digest_file(tmp_path / "digests.json", encode_digest_file("model", checkpoint.revision, others))
     assert digests(checkpoint, file=tmp_path / "digests.json") == others
-
-
-def test_a_file_for_something_else(whole, tmp_path):
-    for revision, count in [("folder-000000000000", zoo.BLOCKS), (None, zoo.BLOCKS - 1)]:
-        checkpoint = open_checkpoint(whole)
-        content = encode_digest_file("model", revision or checkpoint.revision, ["0" * 12] * count)
-        write_digest_file(tmp_path / "digests.json", content)
-        with pytest.raises(DigestFileError, match="make the file again"):
-            known_digests(checkpoint, tmp_path / "digests.json")
 
 
 def test_a_file_that_is_none(tmp_path):

@@ -55,18 +55,6 @@ def test_what_was_written_is_read(folder, described):
     assert read(folder, described.encode()) == described
 
 
-def test_the_sample_is_right_before_it_is_spoiled(folder):
-    files = {"a": "block-00000.safetensors", "b": "block-00000.safetensors", "c": "client.safetensors"}
-    assert read(folder, spoiled()) == PartFolder("org/model", "main", 3, files)
-
-
-def test_a_folder_without_the_file_is_no_folder_of_parts(tmp_path):
-    assert read_part_folder(tmp_path) is None
-    assert read_part_folder(tmp_path / "missing") is None
-    (tmp_path / "file").touch()
-    assert read_part_folder(tmp_path / "file") is None
-
-
 @given(changes=st.dictionaries(st.sampled_from([*RIGHT, "more"]), values, min_size=1, max_size=3))
 @settings(max_examples=200)
 def test_any_values_never_raise_anything_else(folder, changes):

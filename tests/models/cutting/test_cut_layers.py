@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
-from transformers import AutoConfig
 
 from swarm.data_structures import Span
 from swarm.errors import UnsupportedModel
@@ -50,13 +49,6 @@ def test_a_model_without_such_a_list_is_refused():
         cut_layers.find_layers(Model(4), 5)
 
 
-def test_kept_layers_are_renumbered_under_every_name():
-    layers = Model(4).decoder.layers[2:]
-    cut_layers.renumber_layers(layers)
-    assert [layer.attention.layer_idx for layer in layers] == [0, 1]
-    assert [layer.layer_id for layer in layers] == [0, 1]
-
-
 def test_config_lists_with_an_entry_a_block_are_sliced():
     config = SimpleNamespace(
         num_hidden_layers=4,
@@ -71,19 +63,6 @@ def test_config_lists_with_an_entry_a_block_are_sliced():
     assert config.windows == (2, 3)
     assert len(config.architectures) == 4
     assert config.eos_token_id == [1, 2]
-
-
-def test_slicing_leaves_the_lists_of_the_original_alone():
-    """Configs are copied before they are sliced, but a copy may share its lists."""
-    types = ["a", "b"]
-    cut_layers.slice_config(SimpleNamespace(num_hidden_layers=2, layer_types=types), Span(0, 1), 2)
-    assert types == ["a", "b"]
-
-
-def test_number_of_layers_under_the_familys_own_name():
-    config = AutoConfig.for_model("gpt2", n_layer=6)
-    cut_layers.slice_config(config, Span(2, 5), 6)
-    assert config.n_layer == config.num_hidden_layers == 3
 
 
 def test_dropped_weights_are_replaced_by_modules_that_let_hidden_states_pass():

@@ -8,10 +8,9 @@ from transformers import AutoModel
 
 from swarm.data_structures import Span
 from swarm.models.checkpoints.checkpoint import open_checkpoint
-from swarm.models.checkpoints.footprint import memory_footprint
 from swarm.models.cutting.model_inspection import inspect_model
 from swarm.models.loading.span_loading import load_span
-from tests.zoo import BLOCKS, REPRESENTATIVES, config_of, make_checkpoint
+from tests.zoo import BLOCKS, REPRESENTATIVES, make_checkpoint
 
 
 @pytest.mark.parametrize("family", REPRESENTATIVES)
@@ -28,17 +27,3 @@ def test_the_structure_of_a_family(family, tmp_path):
               for layer in cache.layers]  # fmt: skip
     assert structure.cached_values_per_token >= max(stored[:1])
     assert span.weight_bytes == 4 * sum(structure.block_parameters)
-
-
-def test_a_footprint_follows_the_dtype(tmp_path):
-    checkpoint = open_checkpoint(make_checkpoint("llama", tmp_path))
-    full, half = memory_footprint(checkpoint, torch.float32), memory_footprint(checkpoint, torch.bfloat16)
-    assert full.block_bytes == tuple(2 * size for size in half.block_bytes)
-    assert full.cache_bytes_per_token == 2 * half.cache_bytes_per_token > 0
-
-
-def test_inspecting_leaves_the_config_alone():
-    config = config_of("gemma3_text")
-    before = config.to_dict()
-    inspect_model(config)
-    assert config.to_dict() == before

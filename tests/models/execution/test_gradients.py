@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from swarm.data_structures import Span, StepLayout
-from swarm.models.adapters.adapter_batch import NO_ADAPTER, AdapterWeights
+from swarm.models.adapters.adapter_batch import AdapterWeights
 from swarm.models.checkpoints.checkpoint import open_checkpoint
 from swarm.models.cutting import cut_layers
 from swarm.models.execution import gradients
@@ -29,8 +29,8 @@ TOLERANCE = 1e-4
 LAYOUT = StepLayout((0, 0, 0, 0), (5, 9, 0, 2), None, (0, 2, 0, 1))
 """Sequences of different lengths, longer than the zoo's windows and shorter than the prompts, one without tokens."""
 
-FAMILIES = (*JUDGED, "gemma2", "gpt_oss", "deepseek_v3", "falcon_alibi", "gpt_neox")
-"""Those that have to be exact, and soft caps, sinks, latents, multi-head alibi and parallel layers."""
+FAMILIES = (*JUDGED, "deepseek_v3")
+"""Those that have to be exact, and latents."""
 
 
 class Local:
@@ -140,15 +140,6 @@ def llama(tmp_path_factory) -> tuple[Path, SpanModel]:
     return make("llama", tmp_path_factory)
 
 
-def test_without_an_adapter(llama):
-    folder, model = llama
-    inputs, ends = drawn(model, 1), drawn(model, 2)
-    _, expected = Local(folder).gradients(inputs, ends, LAYOUT, NO_ADAPTER)
-    found = compute_gradients(model, inputs, ends, LAYOUT)
-    assert not found.parts
-    assert_equal([found.inputs], expected)
-
-
 def test_part_of_a_span_ignores_what_is_for_other_blocks(llama):
     _, model = llama
     inputs, ends, adapter = drawn(model, 1), drawn(model, 2), make_adapter(model)
@@ -170,17 +161,6 @@ def test_nothing_is_left_behind(llama):
         assert not tensor.requires_grad
         assert tensor.grad is None
     torch.testing.assert_close(forward_without_cache(model, inputs, LAYOUT, adapter), before)
-
-
-def test_what_an_adapter_does_not_reach_has_no_gradient(llama):
-    """The last sequence is shorter than the prompt, and nothing comes back from its outputs."""
-    _, model = llama
-    layout = StepLayout((0,), (2,))
-    found = compute_gradients(model, drawn(model, 1, layout), drawn(model, 2, layout), layout, make_adapter(model))
-    for prompt, *_ in found.parts.values():
-        assert prompt.shape == (3, HIDDEN)
-        assert (prompt[:2] != 0).any(1).all()
-        assert (prompt[2] == 0).all()
 
 
 @pytest.mark.parametrize(("graph", "runs"), [(1, 3 * 2), (7 * 24 * 3 * HIDDEN * 4, 3 + 1), (1 << 29, 1)])
@@ -216,17 +196,3 @@ def test_quantized_blocks(quant, tmp_path_factory):
     inputs, ends, adapter = drawn(model, 1, ROWS), drawn(model, 2, ROWS), make_adapter(part)
     _, expected = local.gradients(inputs, ends, ROWS, adapter, ONE)
     assert_equal(all_of(compute_gradients(part, inputs, ends, ROWS, adapter)), expected, 0.03)
-
-
-def test_sixteen_bits(tmp_path_factory):
-    folder, model = make("llama", tmp_path_factory, torch.bfloat16)
-    part = model.narrowed(ONE)
-    inputs, ends = drawn(model, 1, ROWS).bfloat16(), drawn(model, 2, ROWS).bfloat16()
-    adapter = make_adapter(part)
-    found = compute_gradients(part, inputs, ends, ROWS, adapter)
-    assert found.inputs.dtype is torch.bfloat16
-    assert {one.dtype for gradients in found.parts.values() for one in gradients} == {torch.float32}
-    _, exact = Local(folder).gradients(inputs.float(), ends.float(), ROWS, adapter, ONE)
-    _, local = Local(folder, torch.bfloat16).gradients(inputs, ends, ROWS, adapter, ONE)
-    for one, other, right in zip(all_of(found), local, exact, strict=True):  # no worse than the local model
-        assert (one - right).norm() <= 1.5 * (other - right).norm() + 5e-3 * right.norm()

@@ -13,7 +13,6 @@ from swarm.models.execution.gradients import forward_with_graph
 from swarm.models.execution.session_cache import SessionCache, advance_steps, forward_without_cache
 from swarm.models.execution.span_model import SpanModel
 from swarm.models.loading.span_loading import load_span
-from swarm.models.rope_lengths import has_dynamic_rope, rope_limit
 from tests import zoo
 from tests.models.execution.test_session_cache import HIDDEN, close
 from tests.models.execution.test_traced_forward import flat_of
@@ -22,9 +21,7 @@ from tests.test_text_lengths import LONG, MODELS, ORIGINAL, SHORT
 HIDDEN_STATES = torch.randn(LONG + 8, HIDDEN, generator=torch.Generator().manual_seed(1))
 
 
-@pytest.fixture(
-    scope="module", params=[(name, layout) for name in MODELS for layout in ("contiguous", "paged", "padded")]
-)
+@pytest.fixture(scope="module", params=[(name, layout) for name in MODELS for layout in ("contiguous", "paged")])
 def model(request, tmp_path_factory) -> SpanModel:
     (family, overrides), layout = MODELS[request.param[0]], request.param[1]
     folder = tmp_path_factory.mktemp("model")
@@ -94,11 +91,3 @@ def test_a_traced_forward_computes_no_long_texts(name, tmp_path_factory):
     flat = flat_of(plain)
     for tokens in (LONG, SHORT, ORIGINAL):
         close(outputs(start(flat, tokens, length=tokens)[1]), outputs(start(plain, tokens, length=tokens)[1]))
-
-
-def test_where_frequencies_depend_on_the_length():
-    configs = {name: zoo.config_of(family, **overrides) for name, (family, overrides) in MODELS.items()}
-    assert {name: rope_limit(config) for name, config in configs.items()} == dict.fromkeys(MODELS, ORIGINAL)
-    assert {name for name, config in configs.items() if has_dynamic_rope(config)} == {"dynamic"}
-    assert rope_limit(zoo.config_of("llama")) is None
-    assert rope_limit(zoo.config_of("gpt2")) is None

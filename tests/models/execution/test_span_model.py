@@ -6,7 +6,6 @@ import gc
 import itertools
 import threading
 import weakref
-from dataclasses import replace
 
 import pytest
 import torch
@@ -19,7 +18,7 @@ from swarm.models.execution.session_cache import SessionCache
 from swarm.models.execution.span_model import SpanModel
 from swarm.models.execution.strategy import PADDED
 from swarm.models.exits.span_exits import SpanExits
-from tests.models.execution.test_session_cache import HIDDEN, close, load, load_as
+from tests.models.execution.test_session_cache import HIDDEN, close, load
 
 PARTS = [Span(start, end) for start, end in itertools.combinations(range(1, 5), 2) if end - start < 3]
 
@@ -51,24 +50,6 @@ def test_a_part_that_does_not_hold_the_blocks_refuses_them_also_where_a_piece_wa
     assert whole.narrowed(Span(2, 4)).narrowed(Span(3, 4)) is whole.narrowed(Span(3, 4))
     with pytest.raises(InvalidSpan, match="not a part of the span 1:3"):
         whole.narrowed(Span(1, 3)).narrowed(Span(3, 4))
-
-
-def test_parts_that_a_client_asks_for_record_nothing(tmp_path_factory):
-    """Recordings take memory and stop the compute thread: only the whole has them, and pieces chosen for speed."""
-    whole = load_as("paged", "llama", tmp_path_factory)
-    whole = whole.with_strategy(replace(whole.strategy, graph_recorder=lambda function: function))
-    assert whole.graphs is not None
-    for part in PARTS:
-        assert whole.narrowed(part).graphs is None
-        assert not whole.narrowed(part).joins_parts
-    chosen = whole.narrowed(Span(1, 2)).with_strategy(whole.strategy)
-    whole.use_part(chosen)
-    assert whole.narrowed(Span(1, 2)).graphs is not None
-    part = whole.narrowed(Span(2, 4))
-    close(
-        SessionCache(part).step(hidden := torch.randn(2, HIDDEN), StepLayout((0,), (2,))),
-        SessionCache(whole.with_strategy(PADDED).narrowed(part.span)).step(hidden, StepLayout((0,), (2,))),
-    )
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])

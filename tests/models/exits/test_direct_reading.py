@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from swarm.models.checkpoints.checkpoint import open_checkpoint
-from swarm.models.exits import direct_reading
 from swarm.models.exits.direct_reading import DirectReading, record
 from swarm.models.exits.model_head import ModelHead
 from swarm.models.weights.frozen_linear import can_prepack
@@ -18,8 +17,8 @@ from tests import zoo
 WIDTH = 6
 
 
-@pytest.mark.parametrize("family", zoo.FAMILIES)
-def test_every_family_is_read_directly_and_bit_for_bit(family, tmp_path):
+@pytest.mark.parametrize("family", zoo.REPRESENTATIVES)
+def test_a_family_is_read_directly_and_bit_for_bit(family, tmp_path):
     checkpoint = open_checkpoint(zoo.make_checkpoint(family, tmp_path))
     for dtype in (torch.float32, torch.bfloat16):
         head = ModelHead(checkpoint, dtype, torch.device("cpu"))
@@ -65,16 +64,6 @@ def test_the_forward_runs_once_more_than_it_is_compared(model):
     assert reading(torch.randn(2, WIDTH)).shape == (2, 9)
 
 
-def test_weights_may_change(model):
-    whole = Counted(model)
-    reading, hidden = DirectReading(whole), torch.randn(1, WIDTH)
-    before = reading(hidden)
-    model[1].weight.mul_(2)
-    after = reading(hidden)
-    assert not after.equal(before)
-    assert after.equal(whole(hidden))
-
-
 @pytest.mark.parametrize(
     "forward",
     [
@@ -99,27 +88,6 @@ def test_what_cannot_be_recorded_is_read_with_the_whole_forward(model, forward):
     for hidden in torch.randn(3, 2, WIDTH):
         found = reading(hidden)
         assert found is calls[-1], "no recording"
-
-
-def test_random_numbers_are_drawn_as_without_it(model):
-    reading, hidden = DirectReading(Counted(model)), torch.randn(1, WIDTH)
-    before = torch.get_rng_state()
-    reading(hidden)
-    assert torch.get_rng_state().equal(before)
-
-
-def test_the_recordings_that_were_used_last_are_kept(model, monkeypatch):
-    monkeypatch.setattr(direct_reading, "MAX_RECORDINGS", 2)
-    whole = Counted(model)
-    reading = DirectReading(whole)
-
-    def is_recorded_anew(rows: int) -> bool:
-        expected, before = whole(torch.ones(rows, WIDTH)), whole.calls
-        assert reading(torch.ones(rows, WIDTH)).equal(expected)
-        return whole.calls > before
-
-    shapes = (1, 2, 1, 3, 1, 2, 2)
-    assert [is_recorded_anew(rows) for rows in shapes] == [True, True, False, True, False, True, False]
 
 
 def test_it_is_recorded_and_compared_alone(model):

@@ -29,22 +29,6 @@ def head(hidden_RH: torch.Tensor) -> torch.Tensor:
     return hidden_RH @ torch.arange(HIDDEN * 7).view(HIDDEN, 7).float().sin()
 
 
-def test_what_can_be_measured():
-    assert SpanExits((2, 4)).confidences == ("similarity",)
-    assert SpanExits((2, 4), head).confidences == ("similarity", "softmax")
-    assert SpanExits((2, 4), head, trained(4, 5)).confidences == ("similarity", "softmax", "classifier")
-    assert SpanExits((2, 4), None, trained(5)).confidences == ("similarity",)
-    assert SpanExits((), head, trained(5)).confidences == ()
-
-
-def test_where_it_can_be_measured():
-    exits = SpanExits((2, 4), None, trained(4))
-    assert [exits.measures("similarity", block) for block in (1, 2, 3, 4)] == [False, True, False, True]
-    assert [exits.measures("classifier", block) for block in (2, 4)] == [False, True]
-    assert not exits.measures("softmax", 4)
-    assert SpanExits((2, 4), head).measures("softmax", 4)
-
-
 def test_each_confidence():
     before, hidden = torch.randn(ROWS, HIDDEN), torch.randn(ROWS, HIDDEN)
     exits = SpanExits((2, 4), head, trained(2, 4))
@@ -88,11 +72,6 @@ def test_terms_that_apply_to_a_span(confidence, thresholds, applies):
     assert exits.applies(ExitThresholds(confidence, thresholds), Span(1, 4)) is applies
 
 
-def test_pieces_end_at_exits():
-    pieces = SpanExits((2, 4, 9)).pieces(Span(1, 6))
-    assert pieces == [Span(1, 2), Span(2, 3), Span(3, 4), Span(4, 6)]
-
-
 @pytest.mark.parametrize(
     "family", ["llama", "gemma2", "gpt2", "opt", "opt_projected", "cohere", "granite", "qwen2_moe"]
 )
@@ -117,11 +96,6 @@ def test_the_head_reads_as_the_whole_model_does(family, tmp_path):
 
 
 numbers = st.lists(st.integers(0, 20), unique=True, max_size=8)
-
-
-@given(numbers, st.sets(st.integers(0, 20)))
-def test_each_row_leaves_by_itself(waiting, sure):
-    assert sequences_that_leave("row", waiting, sure) == [one for one in waiting if one in sure]
 
 
 @given(numbers, st.sets(st.integers(0, 20)))

@@ -17,8 +17,7 @@ from tests import zoo
 from tests.models.flash.largest_plan import plan_largest
 
 
-# Those of the representatives, and three whose blocks differ from all of them.
-@pytest.fixture(scope="module", params=[*zoo.REPRESENTATIVES, "opt", "gpt_oss", "llama4_text"])
+@pytest.fixture(scope="module", params=zoo.REPRESENTATIVES)
 def checkpoint(request, tmp_path_factory):
     return open_checkpoint(zoo.make_checkpoint(request.param, tmp_path_factory.mktemp("zoo") / request.param))
 
@@ -79,22 +78,9 @@ def test_a_missing_tensor_is_an_error(llama):
         built_from(llama, lambda tensors: tensors.pop("input_layernorm.weight"))
 
 
-def test_a_tensor_of_another_model_is_an_error(llama):
-    with pytest.raises(CheckpointError, match="a llama model has no tensor"):
-        built_from(llama, lambda tensors: tensors.update({"mlp.other.weight": torch.zeros(2)}))
-
-
 def test_a_tensor_of_the_wrong_shape_is_an_error(llama):
     with pytest.raises(CheckpointError, match=r"has the shape .* config\.json describes"):
         built_from(llama, lambda tensors: tensors.update({"input_layernorm.weight": torch.zeros(3)}))
-
-
-def test_tensors_of_the_right_dtype_are_not_copied(llama):
-    given = {}
-    built = built_from(llama, given.update)
-    own = {tensor.data_ptr() for tensor in given.values()}
-    layer = built.model.get_submodule(llama.structure.layers_path)[0]
-    assert all(parameter.data_ptr() in own for parameter in layer.parameters())
 
 
 EXPECTED = {

@@ -167,10 +167,6 @@ def test_short_reads_are_continued(reader: FileReader, path: Path, drive: Drive,
         assert memory[place * 4 * UNIT : (place + 1) * 4 * UNIT].numpy().tobytes() == expected
 
 
-def test_nothing_to_read(reader: FileReader) -> None:
-    reader.begin(reads_of_units([], []), aligned_memory(1)).wait()
-
-
 def test_a_read_that_fails_names_itself_and_what_to_do(reader: FileReader, path: Path, drive: Drive) -> None:
     drive.broken = {9 * UNIT: errno.EIO}
     memory = aligned_memory(UNITS)
@@ -193,18 +189,6 @@ def test_the_file_ends_early(reader: FileReader, path: Path, tmp_path: Path, cut
     with pytest.raises(DriveFailed, match=r"the file ends before.*swarm flash prepare"):
         reader.begin(reads_of_units([UNITS - 2], [0], length=2), aligned_memory(2)).wait()
     reader.close()
-
-
-def test_a_closed_descriptor(path: Path) -> None:
-    reader = FileReader(path, THREADS)
-    os.close(reader.descriptor)
-    with pytest.raises(DriveFailed, match="Bad file descriptor"):
-        reader.begin(reads_of_units([0], [0]), aligned_memory(1)).wait()
-
-
-def test_a_file_that_cannot_be_opened(tmp_path: Path) -> None:
-    with pytest.raises(PackedFileError, match=r"missing cannot be opened.*swarm flash prepare"):
-        FileReader(tmp_path / "missing")
 
 
 @pytest.mark.parametrize("refused", ["open", "first read"])
@@ -353,49 +337,8 @@ def test_records_come_to_their_slots(store: FlashStore, records: list[int], chan
     assert torch.equal(buffer.field("down")[slots], TENSORS["down"].T[records])
 
 
-def test_two_reads_on_their_way_at_once(store: FlashStore) -> None:
-    first, second = RecordBuffer(LAYOUT, COUNT), RecordBuffer(LAYOUT, 8)
-    everything = store.read(np.arange(COUNT), first, np.arange(COUNT)[::-1].copy())
-    some = store.read(np.arange(8, 16), second, np.arange(8))
-    some.wait()
-    assert torch.equal(second.field("up"), TENSORS["up"][8:16])
-    everything.wait()
-    everything.wait()
-    assert torch.equal(first.field("up").flip(0), TENSORS["up"])
-
-
-def test_what_is_counted(store: FlashStore) -> None:
-    pending = store.read(np.array([1, 2, 3, 50]), RecordBuffer(LAYOUT, 4), np.arange(4))
-    assert store.counters.wait_seconds == 0
-    pending.wait()
-    assert (store.counters.records, store.counters.reads) == (4, 2)
-    assert store.counters.bytes == 4 * LAYOUT.stride
-    assert store.counters.wait_seconds > 0
-
-
-def test_nothing_is_read_outside_the_file_or_the_buffer(store: FlashStore) -> None:
-    for records, slots in (([COUNT], [0]), ([-1], [0]), ([0], [4]), ([0], [-1]), ([0, 1], [0])):
-        with pytest.raises(ValueError, match=r"records|slots"):
-            store.read(np.array(records), RecordBuffer(LAYOUT, 4), np.array(slots))
-    other = RecordBuffer(RecordLayout.of({"up": (4, 10)}, {"up": 0}, torch.float32), 4)
-    with pytest.raises(ValueError, match="records of"):
-        store.read(np.array([0]), other, np.array([0]))
-
-
 def test_a_file_that_is_too_short_is_refused(packed: Path, tmp_path: Path) -> None:
     short = tmp_path / "short.records"
     short.write_bytes(packed.read_bytes()[:-4096])
     with pytest.raises(PackedFileError, match="prepare"):
         FlashStore.open(short, LAYOUT)
-
-
-def test_a_file_that_is_truncated_while_it_is_open(packed: Path, tmp_path: Path) -> None:
-    path = tmp_path / "block-3.records"
-    path.write_bytes(packed.read_bytes())
-    store, buffer = FlashStore.open(path, LAYOUT), RecordBuffer(LAYOUT, COUNT)
-    with path.open("r+b") as file:
-        file.truncate(10 * LAYOUT.stride)
-    with pytest.raises(DriveFailed, match=r"block-3\.records could not be read: the file ends before.*prepare"):
-        store.read(np.arange(5, 20), buffer, np.arange(5, 20)).wait()
-    store.read(np.arange(10), buffer, np.arange(10)).wait()  # what is there can still be read
-    store.close()

@@ -5,10 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from swarm.models.flash.stay_priority import (
-    DecayedFrequency,
-    LeastRecentlyUsed,
-)
+from benchmarks.flash.least_recently_used import LeastRecentlyUsed
+from swarm.models.flash.stay_priority import DecayedFrequency
 
 BLOCKS, EXPERTS = 2, 4
 
@@ -31,14 +29,6 @@ def test_a_frequency_becomes_the_share_of_tokens_that_need_an_expert():
     np.testing.assert_allclose(rule.priority_BE[0, [0, 2]], [1, 0], atol=1e-3)
     assert rule.priority_BE[0, 1] == pytest.approx(0.5, abs=0.05)
     assert not rule.priority_BE[1].any(), "another block"
-
-
-def test_many_tokens_at_once_count_like_one_after_the_other():
-    together, apart = DecayedFrequency(BLOCKS, EXPERTS), DecayedFrequency(BLOCKS, EXPERTS)
-    use(together, 0, [2], share=1.0, tokens=40)
-    for _ in range(40):
-        use(apart, 0, [2])
-    np.testing.assert_allclose(together.priority_BE, apart.priority_BE)
 
 
 def test_a_use_counts_half_after_the_half_life():

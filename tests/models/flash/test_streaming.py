@@ -14,7 +14,7 @@ from swarm.errors import DriveFailed, NotEnoughMemory
 from swarm.models.checkpoints.checkpoint import open_checkpoint
 from swarm.models.execution.session_cache import SessionCache
 from swarm.models.execution.span_model import SpanModel
-from swarm.models.flash.block_plan import FlashBlock, RecordKind, take_out
+from swarm.models.flash.block_plan import FlashBlock, take_out
 from swarm.models.flash.memory_shares import needed_bytes
 from swarm.models.flash.records import Indices, PendingRead, RecordBuffer
 from swarm.models.flash.streaming import BlockStream, plan_streamed
@@ -87,7 +87,7 @@ def run_schedule(model: SpanModel) -> list[torch.Tensor]:
     ]
 
 
-@pytest.mark.parametrize("family", [*zoo.REPRESENTATIVES, "opt", "falcon", "gpt_oss"])
+@pytest.mark.parametrize("family", zoo.REPRESENTATIVES)
 def test_families_compute_the_same_bits(family, tmp_path):
     folder = zoo.make_checkpoint(family, tmp_path / family)
     expected = run_schedule(load(folder))
@@ -102,15 +102,6 @@ def test_families_compute_the_same_bits(family, tmp_path):
         assert torch.equal(result, right)
 
 
-def test_a_plan_names_matrices_and_keeps_vectors(llama):
-    block = load(llama).layers[0]
-    plan = plan_streamed(block)
-    assert plan.kind is RecordKind.BLOCK
-    assert set(plan.axes) == {name for name, parameter in block.named_parameters() if parameter.ndim == 2}
-    assert all(axis is None for axis in plan.axes.values())
-    assert plan.resident == ()
-
-
 def test_biases_stay_in_memory_and_matrices_of_another_dtype_too(tmp_path):
     block = load(zoo.make_checkpoint("opt", tmp_path / "opt")).layers[0].bfloat16()
     block.fc2.float()
@@ -118,13 +109,6 @@ def test_biases_stay_in_memory_and_matrices_of_another_dtype_too(tmp_path):
     assert "fc1.bias" in plan.resident
     assert "fc2" not in plan.modules
     assert plan_streamed(nn.Sequential(nn.LayerNorm(4))) is None
-
-
-def test_modules_with_buffers_are_left_alone():
-    module = nn.Linear(3, 3)
-    module.register_buffer("mask", torch.zeros(3))
-    plan = plan_streamed(nn.ModuleDict({"router": module, "up": nn.Linear(3, 3)}))
-    assert list(plan.modules) == ["up"]
 
 
 @pytest.mark.parametrize("resident", [0, 1, 3, zoo.BLOCKS])
@@ -159,16 +143,6 @@ def test_parts_of_the_span_and_any_order_of_sessions(llama):
     hidden = torch.randn(1, 3, model.hidden_size)
     for span in (Span(2, 4), Span(0, 6), Span(5, 6), Span(3, 6), Span(0, 1), Span(0, 1)):
         assert torch.equal(model.narrowed(span).forward(hidden), reference.narrowed(span).forward(hidden)), span
-
-
-def test_a_mixture_of_layouts_shares_the_buffers(tmp_path):
-    """Dense blocks and mixtures of experts, of different sizes."""
-    folder = zoo.make_checkpoint("deepseek_v3", tmp_path / "deepseek_v3")
-    model = load(folder)
-    stream, _ = stream_span(model, needed_bytes)
-    strides = [store.layout.stride for store in stream._stores]
-    assert len(set(strides)) > 1
-    assert stream.memory_bytes == 2 * max(strides)
 
 
 def test_a_read_that_fails_is_an_error_of_that_forward_only(llama):

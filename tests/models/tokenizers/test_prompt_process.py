@@ -54,11 +54,6 @@ def test_prompts_are_those_that_the_tokenizer_makes_here(folder, process):
         assert process.text(text) == text_tokens(tokenizer, text)
 
 
-def test_what_a_template_refuses_is_told(process):
-    with pytest.raises(ChatTemplateError, match="the user speaks first"):
-        process.conversation([{"role": "system", "content": "a"}])
-
-
 @pytest.mark.parametrize("half", ["\ud800", "a\udce9"])
 def test_half_of_a_surrogate_pair_is_refused_as_such(process, half):
     tools = [{"type": "function", "function": {"name": "f", "description": half}}]
@@ -69,13 +64,6 @@ def test_half_of_a_surrogate_pair_is_refused_as_such(process, half):
     ):
         with pytest.raises(ChatTemplateError, match="has half of a surrogate pair"):
             make()
-
-
-def test_prompts_of_several_threads(folder, process):
-    texts = [f"text number {number} " * 20 for number in range(24)]
-    tokenizer = load_tokenizer(folder)
-    with ThreadPoolExecutor(8) as pool:
-        assert list(pool.map(process.text, texts)) == [text_tokens(tokenizer, text) for text in texts]
 
 
 def test_it_starts_again_when_something_has_ended_it(process):
@@ -97,14 +85,6 @@ def test_an_interrupted_prompt_is_not_taken_for_the_next_one(process, monkeypatc
     assert process.text("Once upon a time") == expected
 
 
-def test_nothing_is_left_of_it(folder):
-    process = PromptProcess(str(folder))
-    process.text("Once")
-    worker = psutil.Process(process._process.pid)
-    process.close()
-    wait_until(lambda: not worker.is_running())
-
-
 def test_closing_ends_what_is_being_made(folder):
     """Without this, a gateway could not end before an endless template has used up its time."""
     process = PromptProcess(str(folder))
@@ -120,17 +100,6 @@ def test_closing_ends_what_is_being_made(folder):
     assert not worker.is_running()
     with pytest.raises(CheckpointError, match="is closed"):
         process.conversation(HELLO)
-
-
-def test_closing_does_not_wait_until_the_tokenizer_is_loaded(folder):
-    process = PromptProcess(str(folder))
-    os.kill(process._process.pid, signal.SIGSTOP)  # it never loads
-    with ThreadPoolExecutor(1) as pool:
-        asked = pool.submit(process.text, "Once")
-        wait_until(process._lock.locked)
-        process.close()
-        with pytest.raises(CheckpointError):
-            asked.result()
 
 
 def test_a_process_that_could_not_load_again_is_started_once_more(folder, tmp_path):
@@ -177,19 +146,6 @@ def test_a_template_that_takes_all_memory(tmp_path):
         with pytest.raises(ChatTemplateError):
             running.conversation(HELLO)
         assert running.text("Once upon")
-
-
-def test_a_process_that_ends_while_it_loads(folder):
-    """As the kernel ends it, if the tokenizer exceeds the limits."""
-    with closing(PromptProcess(str(folder))) as running:
-        running._process.kill()
-        with pytest.raises(CheckpointError, match="took too much time or memory"):
-            running.require_loaded()
-
-
-def test_a_checkpoint_without_tokenizer(tmp_path):
-    with closing(PromptProcess(str(tmp_path))) as running, pytest.raises(CheckpointError, match="no usable tokenizer"):
-        running.require_loaded()
 
 
 def test_its_limits_end_it(folder, monkeypatch):

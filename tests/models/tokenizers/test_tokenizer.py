@@ -85,10 +85,6 @@ def test_a_tokenizer_that_is_not_used(tmp_path, change, problem):
         load_tokenizer(save_tokenizer(tmp_path, change))
 
 
-def test_the_demo_model_has_a_usual_tokenizer():
-    assert load_tokenizer(DEMO_FOLDER).decode(load_tokenizer(DEMO_FOLDER)("Once upon").input_ids) == "Once upon"
-
-
 VALUES: Any = st.one_of(
     st.none(),
     st.booleans(),

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import weakref
-
 import pytest
 import torch
 from torch import nn
@@ -59,24 +56,6 @@ def test_equals_a_plain_layer(dtype):
 
 
 @pytest.mark.parametrize("dtype", dtypes())
-def test_inputs_of_any_layout(dtype):
-    plain = make(48, 32, True, dtype)
-    packed = PrepackedLinear(plain)
-    for inputs in (
-        torch.randn(32, dtype=dtype),
-        torch.randn(2, 3, 32, dtype=dtype),
-        torch.randn(5, 1, 32, dtype=dtype),
-        torch.randn(2, 3, 4, 32, dtype=dtype),
-        torch.randn(3, 64, dtype=dtype)[:, ::2],
-        torch.randn(32, 5, dtype=dtype).T,
-        torch.randn(7, 32, dtype=dtype)[3:4],
-        torch.randn(1, 32, dtype=dtype).expand(6, 32),
-        torch.randn(3, 2, 32, dtype=dtype).transpose(0, 1),
-    ):
-        assert_close(packed(inputs), plain(inputs).detach(), dtype)
-
-
-@pytest.mark.parametrize("dtype", dtypes())
 def test_gradients_of_the_inputs(dtype):
     plain = make(24, 40, True, dtype).requires_grad_(False)
     packed, shape = PrepackedLinear(plain), (2, 3)
@@ -87,15 +66,6 @@ def test_gradients_of_the_inputs(dtype):
         functional.silu(module(inputs)).backward(upstream)
         gradients.append(inputs.grad)
     assert_close(gradients[1], gradients[0], dtype)
-
-
-@needs_fp32
-def test_no_graph_where_nobody_asks_for_gradients():
-    packed = PrepackedLinear(make(24, 40, True, torch.float32))
-    with torch.no_grad():
-        assert not packed(torch.randn(3, 40, requires_grad=True)).requires_grad
-    with torch.inference_mode():
-        packed(torch.randn(3, 40))
 
 
 @needs_fp32
@@ -126,30 +96,6 @@ def test_which_layers_are_replaced(pack_all):
     assert type(layers["wide"]) is nn.Linear
     assert type(layers["one"][0]) is PrepackedLinear
     assert layers["one"][0] is layers["other"][0]
-
-
-@needs_fp32
-def test_small_weights_stay_plain():
-    layers = nn.ModuleList([nn.Linear(64, 64), nn.Linear(1024, 256)])
-    prepack(layers)
-    assert [type(layer) for layer in layers] == [nn.Linear, PrepackedLinear]
-
-
-@needs_fp32
-def test_each_plain_weight_is_freed_before_the_next_is_prepacked(pack_all, monkeypatch):
-    layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(5))
-    plain = [weakref.ref(layer.weight) for layer in layers]
-    alive = []
-    original = PrepackedLinear.__init__
-
-    def note(self, layer):
-        gc.collect()
-        alive.append(sum(reference() is not None for reference in plain))
-        original(self, layer)
-
-    monkeypatch.setattr(PrepackedLinear, "__init__", note)
-    prepack(layers)
-    assert alive == [5, 4, 3, 2, 1]
 
 
 @needs_fp32

@@ -5,15 +5,14 @@ from __future__ import annotations
 import errno
 import fcntl
 import itertools
-import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 
 import torch
+from safetensors.torch import save
 
-from swarm.common.dtypes import dtype_name
 from swarm.models.flash.files.block_files import UNFINISHED
 from swarm.models.flash.files.manifest import FileContent, PartDigests
 from swarm.models.flash.records import RECORD_ALIGNMENT, RecordBuffer, RecordLayout, allocate_aligned
@@ -22,11 +21,6 @@ WRITE_BYTES = 16 << 20
 """Bytes of one write, and of the records that are put together in memory. A multiple of `RECORD_ALIGNMENT`."""
 
 _DIRECT = getattr(os, "O_DIRECT", 0)
-HEADER_ALIGNMENT = 64
-_SAFETENSORS_DTYPES = {
-    **{"float32": "F32", "float16": "F16", "bfloat16": "BF16", "float64": "F64", "bool": "BOOL", "uint8": "U8"},
-    **{"int8": "I8", "int16": "I16", "int32": "I32", "int64": "I64"},
-}
 
 
 def record_bytes(layout: RecordLayout, tensors: Mapping[str, torch.Tensor]) -> Iterator[torch.Tensor]:
@@ -68,25 +62,12 @@ def _bytes_of_large_records(layout: RecordLayout, tensors: Mapping[str, torch.Te
 
 
 def safetensors_bytes(tensors: Mapping[str, torch.Tensor]) -> Iterator[torch.Tensor]:
-    """The bytes of a safetensors file, tensor by tensor.
-
-    The library's own writer lets only the owner read the file, says only in words that a drive is full, and leaves a
-    file under a name of its own if it is killed.
-    """
-    header: dict[str, object] = {}
-    end = 0
-    for name in sorted(tensors):
-        start, end = end, end + tensors[name].nbytes
-        header[name] = {
-            "dtype": _SAFETENSORS_DTYPES[dtype_name(tensors[name].dtype)],
-            "shape": list(tensors[name].shape),
-            "data_offsets": [start, end],
-        }
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-(len(text) + 8) % HEADER_ALIGNMENT)
-    yield torch.frombuffer(bytearray(len(text).to_bytes(8, "little") + text), dtype=torch.uint8)
-    for name in sorted(tensors):
-        yield _bytes_of(tensors[name])
+    """The bytes of a safetensors file, which are written as all others: `save_file` only says in words that a drive is
+    full, and leaves a file under a name of its own if it is killed."""
+    data = save(
+        {name: tensor.detach().clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()}
+    )
+    yield torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
 def write_file(

@@ -3,8 +3,7 @@
 "LLM in a flash", section 3.1, keeps the neurons of the last k tokens and makes k as large as memory allows. Here k is
 not chosen: memory is, and when something else needs the place, what was needed most rarely leaves, where a need counts
 half after 64 forwards. That reads less than any window, and it needs no idea of sessions: those that take turns share
-neurons, and a session's own are still there after all others had a turn. The paper's fixed window is there for
-comparison.
+neurons, and a session's own are still there after all others had a turn.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import numpy as np
 
 from swarm.models.flash.neurons.neuron_matrix import ABSENT
 from swarm.models.flash.records import Indices
-from swarm.models.flash.stay_priority import DecayedFrequency, LeastRecentlyUsed, StayPriority
+from swarm.models.flash.stay_priority import DecayedFrequency, StayPriority
 
 STAYING_BONUS = 0.01
 """Part of its priority that a neuron in memory has on top when all neurons pass by: a smaller difference is not worth
@@ -60,21 +59,16 @@ class ActiveWindow:
 
     Args:
         matrix: the neurons in memory.
-        forwards: keep the neurons of so many forwards and no others (the paper's k, for benchmarks). None: those that
-            are needed most often, as many as there is room for.
+        rule: decides which neurons leave; None for the rule that serves.
     """
 
-    def __init__(self, matrix: ResidentNeurons, forwards: int | None = None) -> None:
+    def __init__(self, matrix: ResidentNeurons, rule: StayPriority | None = None) -> None:
         self._matrix = matrix
-        self._forwards = forwards
-        self._forward = 0
-        rule = DecayedFrequency if forwards is None else LeastRecentlyUsed
-        self._rule: StayPriority = rule(1, len(matrix.row_of))
+        self._rule = DecayedFrequency(1, len(matrix.row_of)) if rule is None else rule
 
     @property
     def priority(self) -> np.ndarray:
-        """`[neurons]` float64: what has the lowest number leaves first. With a fixed window, the number of the forward
-        that needed a neuron last, the paper's `last_k_active`."""
+        """`[neurons]` float64: what has the lowest number leaves first; zero was never needed."""
         priority_N: np.ndarray = self._rule.priority_BE[0]
         return priority_N
 
@@ -89,7 +83,7 @@ class ActiveWindow:
             kept: those of them that later forwards are expected to need as well (see `ForwardTokens`); None for all.
         """
         noted = needed if kept is None else kept
-        self._note(noted, np.ones(len(noted)), 1)
+        self._rule.note_use(0, noted, np.ones(len(noted)), 1)
         capacity = self._matrix.capacity
         if len(needed) <= capacity:
             yield self._portion(needed)
@@ -108,24 +102,14 @@ class ActiveWindow:
             shares: for each of them, the share of these tokens that needs it.
             tokens: how many.
         """
-        self._note(needed, shares, tokens)
-        worthwhile = np.flatnonzero(self.priority > self._outdated)
+        self._rule.note_use(0, needed, shares, tokens)
+        worthwhile = np.flatnonzero(self.priority)
         excess = len(worthwhile) - self._matrix.capacity
         if excess > 0:
             priority = self.priority[worthwhile]
-            if self._forwards is None:
-                priority *= 1 + STAYING_BONUS * (self._matrix.row_of[worthwhile] != ABSENT)
+            priority *= 1 + STAYING_BONUS * (self._matrix.row_of[worthwhile] != ABSENT)
             worthwhile = np.sort(worthwhile[np.argpartition(priority, excess - 1)[excess:]])
         return self._portion(worthwhile)
-
-    def _note(self, neurons: Indices, shares: np.ndarray, tokens: int) -> None:
-        self._forward += 1
-        self._rule.note_use(0, neurons, shares, tokens)
-
-    @property
-    def _outdated(self) -> int:
-        """The highest priority of neurons that are not worth their place: zero is that of those never needed."""
-        return 0 if self._forwards is None else max(0, self._forward - self._forwards)
 
     def _portion(self, needed: Indices) -> Portion:
         matrix = self._matrix
@@ -133,15 +117,10 @@ class ActiveWindow:
         is_other = np.ones(len(matrix.row_of), dtype=bool)
         is_other[needed] = False
         others = matrix.neurons[is_other[matrix.neurons]]
-        priority = self.priority[others]
-        leaves = np.zeros(len(others), dtype=bool)
-        if self._forwards is not None:
-            leaves = priority <= self._outdated
-        excess = matrix.num_used - int(leaves.sum()) + len(joining) - matrix.capacity
-        if excess > 0:
-            priority = np.where(leaves, np.inf, priority)
-            leaves[np.argpartition(priority, excess - 1)[:excess]] = True
-        return Portion(needed, joining, others[leaves])
+        excess = matrix.num_used + len(joining) - matrix.capacity
+        if excess <= 0:
+            return Portion(needed, joining, others[:0])
+        return Portion(needed, joining, others[np.argpartition(self.priority[others], excess - 1)[:excess]])
 
 
 @dataclass

@@ -23,6 +23,7 @@ from swarm.models.flash.neurons.neuron_matrix import ABSENT
 from swarm.models.flash.neurons.neuron_products import neuron_values
 from swarm.models.flash.neurons.predictor import CalibratedPredictor, LowRankPredictor, Sparsity
 from swarm.models.flash.records import Indices
+from swarm.models.flash.stay_priority import StayPriority
 
 RECALL = 0.998
 """Share of the squared contributions that predictors have to select. The loss of perplexity is in proportion to the
@@ -253,16 +254,16 @@ def measured_sparsity(selected_RTN: torch.Tensor) -> Sparsity:
     return Sparsity(two_tokens, tuple(zip(MEMORY_SHARES, np.minimum.accumulate(read).tolist(), strict=True)))
 
 
-def neurons_read(trace_FN: np.ndarray, slots: int, window_forwards: int | None = None) -> np.ndarray:
+def neurons_read(trace_FN: np.ndarray, slots: int, rule: StayPriority | None = None) -> np.ndarray:
     """Number of neurons that an `ActiveWindow` reads for each forward, `[forwards]`.
 
     Args:
         trace_FN: neurons that are needed, one forward after the other, `[forwards, neurons]` bool.
         slots: neurons that memory has room for.
-        window_forwards: the paper's fixed window, see `ActiveWindow`.
+        rule: see `ActiveWindow`.
     """
     held = _Held(trace_FN.shape[1], slots)
-    window = ActiveWindow(held, window_forwards)
+    window = ActiveWindow(held, rule)
     counts = np.zeros(len(trace_FN), dtype=np.int64)
     for number, needed_N in enumerate(trace_FN):
         for portion in window.portions(np.flatnonzero(needed_N)):

@@ -8,10 +8,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.flash.least_recently_used import LeastRecentlyUsed
 from swarm.errors import DriveFailed
 from swarm.models.flash.experts import expert_pool
-from swarm.models.flash.experts.expert_pool import ABSENT, ExpertCache
-from swarm.models.flash.stay_priority import DecayedFrequency, LeastRecentlyUsed
+from swarm.models.flash.experts.expert_pool import ABSENT
+from swarm.models.flash.stay_priority import DecayedFrequency
 from tests.models.flash.experts.pools import BLOCKS, EXPERTS, pool_of, visit
 
 forwards = st.lists(
@@ -75,12 +76,6 @@ def test_a_forward_may_be_given_up_in_the_middle(requests, slots, parts):
         assert len(visit(pool, block, list(range(EXPERTS)))) == EXPERTS
 
 
-def test_hits_come_before_what_has_to_be_read():
-    pool = pool_of(6)
-    visit(pool, 0, [1, 4])
-    assert visit(pool, 0, [0, 1, 2, 4]) == [1, 4, 0, 2]
-
-
 def test_all_reads_that_have_room_begin_before_anything_is_computed():
     pool = pool_of(6)
     visit(pool, 0, [1])
@@ -117,8 +112,3 @@ def test_looking_ahead_never_pushes_out_what_is_likelier_to_be_needed():
     assert visit(pool, 0, [1]) == [1]
     assert visit(pool, 1, [5]) == [5]
     assert pool.counters.look_ahead_hits == 1
-
-
-def test_a_cache_needs_a_slot():
-    with pytest.raises(ValueError, match="at least one slot"):
-        ExpertCache(0, LeastRecentlyUsed(1, 1))

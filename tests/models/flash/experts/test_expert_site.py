@@ -7,7 +7,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from swarm.models.flash.block_plan import RecordKind, TakenOut, take_out
-from swarm.models.flash.experts.expert_site import EXPERTS, ExpertCall, expert_call, find_experts
+from swarm.models.flash.experts.expert_site import EXPERTS, find_experts
 from tests import zoo
 from tests.models.flash.experts.flash_zoo import EXPERT_FAMILIES, layers_of
 
@@ -55,24 +55,6 @@ def test_the_experts_of_every_family_are_found_in_the_blocks_that_have_some():
 
 def test_dense_blocks_have_none():
     assert all(find_experts(block) is None for family in ("llama", "opt", "gpt2") for block in meta_layers(family))
-
-
-def test_biases_are_parts_of_the_records():
-    plan = find_experts(meta_layers("gpt_oss")[0])
-    assert plan is not None
-    assert [name.rpartition(".")[2] for name in plan.axes] == [
-        "gate_up_proj",
-        "gate_up_proj_bias",
-        "down_proj",
-        "down_proj_bias",
-    ]
-    assert plan.resident == ()
-
-
-def test_how_experts_are_called():
-    assert expert_call(OtherExperts(forward_of_one=True)) is ExpertCall.EVERY_EXPERT
-    assert expert_call(OtherExperts(forward_of_one=False)) is None
-    assert expert_call(nn.Linear(3, 4)) is None
 
 
 def test_a_block_with_two_modules_of_experts_is_left_alone():

@@ -7,14 +7,12 @@ import fcntl
 import hashlib
 import os
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load as load_safetensors
 
-from benchmarks.flash.memory_store import MemoryStore
 from swarm.models.flash.files import manifest as manifests
 from swarm.models.flash.files import record_writing
 from swarm.models.flash.records import RecordBuffer, RecordLayout
@@ -59,29 +57,7 @@ def test_records_hold_the_tensors_bit_for_bit(block, write_bytes):
         assert torch.equal(buffer.field(field.tensor).view(parts.shape), parts)
 
 
-@given(blocks(), st.sampled_from([1, 4096, 10_000, 1 << 20]))
-def test_the_same_weights_give_the_same_bytes(block, write_bytes):
-    """Also between fields and records: digests of what was written twice are equal."""
-    layout, tensors = block
-    whole = joined(record_writing.record_bytes(layout, tensors))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(record_writing, "WRITE_BYTES", write_bytes)
-        assert torch.equal(joined(record_writing.record_bytes(layout, tensors)), whole)
-
-
-def test_records_are_those_of_the_store_in_memory():
-    tensors = {"up": torch.randn(7, 5), "down": torch.randn(3, 7)}
-    layout = RecordLayout.of({"up": (7, 5), "down": (3, 7)}, {"up": 0, "down": 1}, torch.float32)
-    written = joined(record_writing.record_bytes(layout, tensors)).view(7, layout.stride)
-    buffer = RecordBuffer(layout, 2)
-    MemoryStore(layout, tensors).read(np.array([4, 2]), buffer, np.array([0, 1])).wait()
-    for name in tensors:
-        found = RecordBuffer(layout, 7)
-        found.data.copy_(written)
-        assert torch.equal(buffer.field(name), found.field(name)[[4, 2]])
-
-
-@pytest.mark.parametrize("dtype", [*DTYPES, torch.bool, torch.int64, torch.uint8])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.bool])
 def test_other_tensors_are_a_safetensors_file(dtype):
     tensors = {
         "scale": torch.tensor(3),
@@ -97,7 +73,7 @@ def test_other_tensors_are_a_safetensors_file(dtype):
         assert torch.equal(found[name], tensor)
 
 
-@pytest.mark.parametrize("size", [0, 1, 99, 100, 101, 250])
+@pytest.mark.parametrize("size", [0, 100, 250])
 def test_a_file_and_its_digests(tmp_path, monkeypatch, size):
     monkeypatch.setattr(manifests, "PART_BYTES", 100)
     monkeypatch.setattr(record_writing, "WRITE_BYTES", 30)
@@ -109,26 +85,6 @@ def test_a_file_and_its_digests(tmp_path, monkeypatch, size):
     parts = [written[start : start + 100] for start in range(0, size, 100)]
     assert list(content.parts) == [hashlib.sha256(part).hexdigest() for part in parts]
     manifests.verify_parts(tmp_path / "file", content.parts)
-
-
-@given(st.lists(st.integers(0, 20_000), max_size=8), st.sampled_from([4096, 12288, 30]))
-def test_a_file_is_its_pieces_one_after_the_other(tmp_path_factory, sizes, write_bytes):
-    """Whatever their sizes, and although each piece is overwritten by the next one."""
-    data = torch.randint(256, (sum(sizes),), dtype=torch.uint8)
-    memory = torch.empty(max(sizes, default=0), dtype=torch.uint8)
-
-    def pieces():
-        for piece in data.split(sizes):
-            memory[: len(piece)] = piece
-            yield memory[: len(piece)]
-            memory.fill_(0)
-
-    path, written = tmp_path_factory.getbasetemp() / "pieces", []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(record_writing, "WRITE_BYTES", write_bytes)
-        content = record_writing.write_file(path, pieces() if sizes else (), written.append)
-    assert path.read_bytes() == data.numpy().tobytes()
-    assert content.size == sum(written) == len(data)
 
 
 @pytest.fixture
@@ -166,16 +122,6 @@ def test_direct_writes_and_file_systems_without_them(tmp_path, monkeypatch, dire
     direct = refused == "nothing"
     assert ways == [(direct, 8192), (direct, 8192), (False, 20_000 - 2 * 8192)]
     assert (tmp_path / "file").read_bytes() == data.numpy().tobytes()
-
-
-def test_a_write_that_fails_for_another_reason_is_not_tried_again(tmp_path, monkeypatch):
-    def write(descriptor, data):
-        raise OSError(errno.EINVAL, "not because of direct writes")
-
-    monkeypatch.setattr(os, "write", write)
-    with pytest.raises(OSError, match="not because of direct writes"):
-        record_writing.write_file(tmp_path / "file", [torch.zeros(4096, dtype=torch.uint8)])
-    assert os.listdir(tmp_path) == []
 
 
 def test_a_write_that_fails_leaves_nothing_and_keeps_what_was_there(tmp_path, monkeypatch):

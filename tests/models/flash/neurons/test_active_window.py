@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -20,9 +19,9 @@ LAYOUT = RecordLayout.of({"up": (NEURONS, 2)}, {"up": 0}, torch.float32)
 class Memory:
     """A matrix that follows its window's decisions."""
 
-    def __init__(self, capacity: int, forwards: int | None = None) -> None:
+    def __init__(self, capacity: int) -> None:
         self.matrix = NeuronMatrix(LAYOUT, capacity, {})
-        self.window = ActiveWindow(self.matrix, forwards)
+        self.window = ActiveWindow(self.matrix)
         self.store = MemoryStore(LAYOUT, TENSORS)
 
     def forward(self, *needed: int, kept: list[int] | None = None) -> list[list[int]]:
@@ -55,16 +54,6 @@ def test_only_what_is_not_in_memory_is_read() -> None:
     assert memory.forward(1, 4) == [[]]
 
 
-def test_of_what_was_needed_once_the_oldest_makes_room() -> None:
-    memory = Memory(4)
-    memory.forward(1, 2)
-    memory.forward(3)
-    memory.forward(1, 5)
-    assert memory.held == {1, 2, 3, 5}
-    memory.forward(6)
-    assert memory.held == {1, 3, 5, 6}
-
-
 def test_what_is_needed_often_outlives_what_was_needed_last() -> None:
     memory = Memory(3)
     for _ in range(3):
@@ -73,10 +62,6 @@ def test_what_is_needed_often_outlives_what_was_needed_last() -> None:
     memory.forward(3)
     memory.forward(4)
     assert memory.held == {1, 3, 4}
-    fixed = Memory(3, forwards=3)
-    for neuron in (1, 1, 1, 2, 3, 4):
-        fixed.forward(neuron)
-    assert fixed.held == {2, 3, 4}
 
 
 def test_after_a_prompt_memory_holds_what_is_needed_most_often() -> None:
@@ -89,17 +74,6 @@ def test_after_a_prompt_memory_holds_what_is_needed_most_often() -> None:
     before = memory.held
     memory.prompt(tokens=4)
     assert memory.held == before, "of equals, what is there stays"
-
-
-def test_with_a_fixed_window_a_prompt_is_one_forward() -> None:
-    memory = Memory(4, forwards=2)
-    for neuron in (0, 1, 2):
-        memory.forward(neuron)
-    memory.prompt(5, 6)
-    assert memory.held == {2, 5, 6}
-    memory.prompt(7, 8, 9)
-    assert memory.held >= {7, 8, 9}
-    assert len(memory.held) == 4
 
 
 @given(
@@ -131,25 +105,6 @@ def test_what_leaves_is_needed_no_more_often_than_what_stays(
             assert len(memory.held) == min(capacity, len(before | needed)), "nothing leaves without need"
 
 
-def test_a_fixed_window_drops_the_neurons_of_older_forwards() -> None:
-    memory = Memory(10, forwards=2)
-    memory.forward(1)
-    memory.forward(2)
-    memory.forward(3)
-    assert memory.held == {2, 3}
-
-
-@pytest.mark.parametrize(("forwards", "rereads"), [(None, 0), (2, 3)])
-def test_sessions_that_take_turns_find_their_neurons_where_a_window_of_forwards_drops_them(
-    forwards: int | None, rereads: int
-) -> None:
-    memory = Memory(12, forwards)
-    sessions = [(0, 1, 2), (10, 11, 12), (20, 21, 22)]
-    for session in sessions:
-        memory.forward(*session)
-    assert [len(memory.forward(*session)[0]) for session in sessions] == [rereads] * 3
-
-
 def test_a_forward_that_needs_more_than_memory_holds_is_computed_in_portions() -> None:
     memory = Memory(4)
     memory.forward(3, 7)
@@ -170,25 +125,16 @@ def test_the_window_ends_at_the_expected_accepted_token_of_each_sequence() -> No
     assert expected.tolist() == [True, *[True] * 3, False, False, True, False]
 
 
-def test_without_sequences_or_with_those_of_another_forward_every_token_is_in_the_window() -> None:
-    assert ForwardTokens().expected(3) is None
-    assert ForwardTokens((1, 5)).expected(3) is None
-
-
 @given(
     st.integers(1, 12),
-    st.one_of(st.none(), st.integers(1, 4)),
     st.lists(st.sets(st.integers(0, NEURONS - 1)), max_size=15),
 )
 def test_whatever_is_needed_everything_is_computed_once_and_memory_is_never_exceeded(
-    capacity: int, forwards: int | None, needs: list[set[int]]
+    capacity: int, needs: list[set[int]]
 ) -> None:
-    memory = Memory(capacity, forwards)
-    for number, needed in enumerate(needs):
+    memory = Memory(capacity)
+    for needed in needs:
         before = memory.held
         read = [neuron for portion in memory.forward(*sorted(needed)) for neuron in portion]
         assert sorted(read) == sorted(needed - before)  # nothing twice, and nothing that was there
         assert len(memory.held) <= capacity
-        if forwards is not None:
-            recent = set().union(*needs[max(0, number + 1 - forwards) : number + 1])
-            assert memory.held <= recent

@@ -77,24 +77,6 @@ def test_other_blocks_have_none(family: str, options: dict[str, object]) -> None
     assert find_sparse_feed_forward(block_of(family, **options)) is None
 
 
-def test_the_roles_do_not_depend_on_names_or_on_the_order_of_calls() -> None:
-    class UpFirst(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.gate_proj = nn.Linear(16, 16, bias=False)  # the up projection, in spite of its name
-            self.out = nn.Linear(16, 16)
-            self.up_proj = nn.Linear(16, 16)
-            self.act = nn.ReLU()
-
-        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-            return self.out(self.gate_proj(hidden) * self.act(self.up_proj(hidden)))
-
-    plan = find_sparse_feed_forward(UpFirst())
-    assert plan is not None
-    assert plan.modules == {"up": "gate_proj", "gate": "up_proj", "activation": "act", "down": "out"}
-    assert set(plan.resident) == {"up_proj.bias", "out.bias"}
-
-
 class ThresholdedReLU(nn.Module):
     """ReLU that is zero up to a threshold (FATReLU of ProSparse)."""
 

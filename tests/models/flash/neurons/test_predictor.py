@@ -106,39 +106,3 @@ def test_a_predictor_that_does_not_fit_is_refused(
     write(tmp_path / "predictor", change, **metadata)
     with pytest.raises(PackedFileError, match=reason):
         load_predictor(tmp_path / "predictor", "digest", HIDDEN, NEURONS)
-
-
-@pytest.mark.parametrize("dtype", [torch.int64, torch.float8_e4m3fn])
-def test_a_predictor_of_another_type_is_refused(tmp_path: Path, dtype: torch.dtype) -> None:
-    """Whole numbers would fail at the first token, while serving."""
-    predictor = make_predictor()
-    tensors = {"first": predictor.first, "second": predictor.second, "bias": predictor.bias}
-    write(tmp_path / "predictor", {name: tensor.to(dtype) for name, tensor in tensors.items()})
-    with pytest.raises(PackedFileError, match="none of the types BF16, F16, F32"):
-        load_predictor(tmp_path / "predictor", "digest", HIDDEN, NEURONS)
-
-
-@pytest.mark.parametrize("loss", [float("nan"), float("inf")])
-def test_a_loss_that_is_not_finite_was_not_measured(tmp_path: Path, loss: float) -> None:
-    """As that of a model in fp16 may be; the predictor is good nevertheless."""
-    calibrated = CalibratedPredictor(make_predictor(), SPARSITY, 0.99, loss)
-    (tmp_path / "predictor").write_bytes(encode_predictor(calibrated, "digest"))
-    assert load_predictor(tmp_path / "predictor", "digest", HIDDEN, NEURONS).perplexity_loss is None
-
-
-@pytest.mark.parametrize("content", [b"", b"{}", b"\xff" * 100])
-def test_a_file_that_holds_no_tensors_is_refused(tmp_path: Path, content: bytes) -> None:
-    (tmp_path / "predictor").write_bytes(content)
-    with pytest.raises(PackedFileError, match="cannot be used"):
-        load_predictor(tmp_path / "predictor", "digest", HIDDEN, NEURONS)
-
-
-def test_a_file_without_metadata_is_refused(tmp_path: Path) -> None:
-    save_file({"first": torch.zeros(1)}, tmp_path / "predictor")
-    with pytest.raises(PackedFileError, match="of this version"):
-        load_predictor(tmp_path / "predictor", "digest", HIDDEN, NEURONS)
-
-
-def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(PackedFileError, match="cannot be used"):
-        load_predictor(tmp_path / "predictor", "digest", HIDDEN, NEURONS)

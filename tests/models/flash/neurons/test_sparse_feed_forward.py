@@ -87,17 +87,6 @@ def test_a_span_can_be_told_to_compute_everything_exactly() -> None:
     torch.testing.assert_close(case.module(hidden), expected_with(case.dense, hidden, selected))
 
 
-def test_a_token_gets_the_same_result_alone_and_among_others_and_later() -> None:
-    case = case_of("relu", capacity=20)
-    hidden, _ = tokens_of(case, 8)
-    together = case.module(hidden)
-    for number, token in enumerate(hidden):
-        torch.testing.assert_close(case.module(token[None])[0], together[number], rtol=1e-6, atol=1e-6)
-    alone = case.module(hidden[:1])
-    case.module(hidden[3:6])
-    assert torch.equal(case.module(hidden[:1]), alone)
-
-
 def test_what_is_in_memory_is_not_read_again() -> None:
     case = case_of("relu", capacity=NEURONS)
     hidden, selected = tokens_of(case, 2)
@@ -123,16 +112,6 @@ def test_after_a_prompt_the_neurons_of_its_last_tokens_are_in_memory(count: int,
     assert case.store.counters.records == read
 
 
-def test_if_memory_cannot_hold_them_all_a_prompt_leaves_the_neurons_that_most_of_its_tokens_need() -> None:
-    case = case_of("relu", capacity=6, share=0.2)
-    prompt, selected = tokens_of(case, 200)
-    case.module(prompt)
-    counts = selected[-50:].sum(0)
-    held = case.sparse.matrix.neurons
-    assert len(held) == 6
-    assert counts[held].min() >= counts.sort(descending=True).values[5]
-
-
 def test_recall_is_sampled_with_the_last_tokens_of_prompts() -> None:
     case = case_of("relu", capacity=NEURONS)
     prompt, selected = tokens_of(case, 40)
@@ -142,21 +121,6 @@ def test_recall_is_sampled_with_the_last_tokens_of_prompts() -> None:
     counters = case.sparse.counters
     assert counters.recall == pytest.approx(1 - int(missed.sum()) / int((values != 0).sum()))
     assert counters.exact_tokens == 40
-
-
-def test_tokens_that_select_nothing_get_the_bias() -> None:
-    case = case_of("relu", capacity=5, share=0.0)
-    assert torch.equal(case.module(torch.randn(2, HIDDEN)), case.dense.down.bias.expand(2, -1))
-
-
-@pytest.mark.parametrize("hidden", [10, 12])
-def test_fields_that_lie_at_odd_places_give_the_same_results(hidden: int) -> None:
-    """Where fields are padded, the buffer cannot be seen as one matrix."""
-    torch.manual_seed(0)
-    dense = FeedForward(True, nn.ReLU(), True, hidden)
-    case = make_case(dense, PlantedPredictor(range(NEURONS)), SparseOptions(NEURONS))
-    tokens = torch.rand(3, hidden)  # below 1: the first and only list
-    torch.testing.assert_close(case.module(tokens), dense(tokens))
 
 
 @pytest.mark.parametrize(("dtype", "count"), [(torch.bfloat16, 4), (torch.bfloat16, 40), (torch.float16, 1)])
