@@ -5,13 +5,10 @@ from __future__ import annotations
 import dataclasses
 import json
 import shlex
-import sys
-from pathlib import Path
 
-import pytest
 from hypothesis import given, settings
 
-from swarm.errors import NotEnoughMemory, UsageError
+from swarm.errors import NotEnoughMemory
 from swarm.planning.device_group import DeviceGroup, PlannedDevice, PlannedDrive
 from swarm.planning.partition import partition
 from swarm.planning.plan_report import (
@@ -20,7 +17,6 @@ from swarm.planning.plan_report import (
     format_commands,
     format_plan,
     plan_to_json,
-    plot_plan,
     server_commands,
 )
 from tests.planning.groups import all_plans, group_of, groups
@@ -181,22 +177,3 @@ def test_devices_that_would_slow_the_group_down_are_named(group: DeviceGroup) ->
     named = {name for advice in advise(group, best) for name in advice.names}
     if fastest < best.pipeline_rate:
         assert named >= {device.name for device in group.devices} - {stage.device.name for stage in best.stages}
-
-
-PLAN = partition(group_of([3.0, 1.0], 8, send=0.1))
-
-
-def test_a_png_is_written(tmp_path: Path) -> None:
-    plot_plan(PLAN, tmp_path / "plan")
-    assert (tmp_path / "plan").read_bytes().startswith(b"\x89PNG")
-
-
-def test_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(UsageError, match=r"pip install 'swarm\[plot\]'"):
-        plot_plan(PLAN, tmp_path / "plan.png")
-
-
-def test_where_nothing_can_be_written(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="cannot be written: No such file"):
-        plot_plan(PLAN, tmp_path / "absent" / "plan.png")

@@ -41,9 +41,9 @@ def test_an_assignment_becomes_the_options_of_a_server(tmp_path):
     assert {name: found[name] for name in expected} == expected
 
 
-def test_the_worker_says_what_is_its_own(tmp_path):
-    found = options_of(ASSIGN, tmp_path, device="cuda:0", threads=7)
-    assert (found["device"], found["threads"]) == ("cuda:0", 7)
+def test_the_worker_says_on_which_device(tmp_path):
+    found = options_of(ASSIGN, tmp_path, device="cuda:0")
+    assert found["device"] == "cuda:0"
 
 
 def test_why_a_server_does_not_start_is_said():
