@@ -194,18 +194,6 @@ def test_a_chunked_prompt_of_10_mb_is_not_read(gateway):
     assert json.loads(body)["error"]["code"] == "too_large"
 
 
-@pytest.mark.slow
-def test_an_endless_body_is_cut_off(gateway):
-    def send_on() -> None:
-        while True:
-            connection.sendall(CHUNK)
-
-    with connect(gateway) as connection:
-        connection.sendall(CHUNKED)
-        with pytest.raises((ConnectionResetError, BrokenPipeError)):
-            send_on()
-
-
 def test_a_prompt_that_is_longer_than_the_context(gateway):
     prompt = "word " * 20_000
     tokens = len(load_tokenizer(DEMO_FOLDER)(prompt)["input_ids"])

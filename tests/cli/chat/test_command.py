@@ -205,7 +205,7 @@ def test_a_wrong_key_and_a_wrong_model(gateway, key):
     done = run(("--url", gateway.api), "hello\n", SWARM_API_KEY="sk-swarm-wrong")
     assert done.returncode == 1
     assert "does not know the key" in done.stderr
-    done = run(("other", "--url", gateway.api, "--key", key), "hello\n")
+    done = run(("other", "--url", gateway.api), "hello\n", SWARM_API_KEY=key)
     assert done.returncode == 2
     assert "does not serve other; it has: parrot" in done.stderr
 
