@@ -211,6 +211,6 @@ def test_a_wrong_key_and_a_wrong_model(gateway, key):
 
 
 def test_a_failure_ends_a_script(gateway, key):
-    done = run(("--url", gateway.api, "--key", key, "--max-tokens", "100000"), "hello\nhello\n")
+    done = run(("--url", gateway.api, "--max-tokens", "100000"), "hello\nhello\n", SWARM_API_KEY=key)
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr.count("leaves room for") == 1
