@@ -15,14 +15,13 @@ from swarm.common import console
 
 SPANS = ("0:4", "4:8", "8:12")
 PROMPT = "Once upon a time"
+TOKENS = 120
 SEED = 11
 
 
 @click.command(name="demo")
-@click.option("--prompt", default=PROMPT, show_default=True, help="Beginning of the text.")
-@click.option("--tokens", type=click.IntRange(1, 900), default=120, show_default=True, help="Tokens to generate.")
 @console.errors_to_exit_codes
-def main(prompt: str, tokens: int) -> None:
+def main() -> None:
     """Start a swarm on this machine, generate a text, compare it with the local model's, and clean up."""
     for number in (signal.SIGINT, signal.SIGTERM):  # SIGINT too: a shell's background jobs start with it ignored
         signal.signal(number, _interrupt)
@@ -36,7 +35,7 @@ def main(prompt: str, tokens: int) -> None:
                 peer = server.wait_for(r"^Peer: (\S+),")[1]
                 span = server.wait_for(r"^Blocks: (\S+),")[1]
                 click.echo(f"  server …{peer[-6:]} holds blocks {span} (process {server.pid})")
-            _generate_and_compare(swarm.address, prompt, tokens)
+            _generate_and_compare(swarm.address)
     except KeyboardInterrupt:
         click.echo("\nInterrupted; all processes of the demo have ended.", err=True)
         raise
@@ -46,7 +45,7 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
     raise KeyboardInterrupt
 
 
-def _generate_and_compare(address: str, prompt: str, tokens: int) -> None:
+def _generate_and_compare(address: str) -> None:
     import torch
 
     from swarm.client.model.auto_model import AutoDistributedModelForCausalLM
@@ -63,9 +62,9 @@ def _generate_and_compare(address: str, prompt: str, tokens: int) -> None:
     model = AutoDistributedModelForCausalLM.from_pretrained(initial_peers=[address], wire=WireFormat.NONE)
     click.echo(_describe_wire_format(model.config))
     try:
-        inputs = tokenizer(prompt, return_tensors="pt")
-        settings: dict[str, Any] = {"max_new_tokens": tokens, "do_sample": True, "temperature": 0.7, "top_k": 50}
-        with model.inference_session(max_length=inputs["input_ids"].shape[1] + tokens) as session:
+        inputs = tokenizer(PROMPT, return_tensors="pt")
+        settings: dict[str, Any] = {"max_new_tokens": TOKENS, "do_sample": True, "temperature": 0.7, "top_k": 50}
+        with model.inference_session(max_length=inputs["input_ids"].shape[1] + TOKENS) as session:
             click.echo(f"{session.open()}\n")
             torch.manual_seed(SEED)
             began = time.perf_counter()

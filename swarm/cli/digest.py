@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
@@ -21,14 +20,8 @@ if TYPE_CHECKING:
     is_flag=True,
     help="Also the digests by which servers and clients take weights from other peers. Reads all weights.",
 )
-@click.option(
-    "--output",
-    type=click.Path(dir_okay=False, path_type=Path),
-    help="File to write.  [default: standard output]",
-)
-@click.option("--cache-dir", type=click.Path(file_okay=False, path_type=Path), help="Folder for files from the hub.")
 @console.errors_to_exit_codes
-def main(model: str | None, revision: str | None, for_peers: bool, output: Path | None, cache_dir: Path | None) -> None:
+def main(model: str | None, revision: str | None, for_peers: bool) -> None:
     """Print a digest of each block's weights of MODEL: a local folder or a hub id, by default the demo model.
 
     A client that has the model's weights needs no such file. Give it to those who only have the config, the tokenizer
@@ -36,20 +29,16 @@ def main(model: str | None, revision: str | None, for_peers: bool, output: Path 
     """
     from swarm.errors import CheckpointError
     from swarm.models.checkpoints.checkpoint import open_checkpoint
-    from swarm.models.checkpoints.known_digests import encode_digest_file, known_digests, write_digest_file
+    from swarm.models.checkpoints.known_digests import encode_digest_file, known_digests
 
-    checkpoint = open_checkpoint(model, revision=revision, cache_dir=cache_dir)
+    checkpoint = open_checkpoint(model, revision=revision)
     known = known_digests(checkpoint)
     if known is None:
         raise CheckpointError(f"{checkpoint.name} is not on this machine: download the whole model")
     digests = [known.by_block.get(block) for block in range(checkpoint.blocks)]
     parts = _part_digests(checkpoint) if for_peers else None
     content = encode_digest_file(checkpoint.name, checkpoint.revision, digests, parts)
-    if output is None:
-        click.echo(content.decode(), nl=False)
-        return
-    write_digest_file(output, content)
-    click.echo(f"Wrote the digests of {checkpoint.blocks} blocks of {checkpoint.name} to {output}.", err=True)
+    click.echo(content.decode(), nl=False)
 
 
 def _part_digests(checkpoint: Checkpoint) -> dict[str, str]:

@@ -21,18 +21,6 @@ FILE_PATH = click.Path(dir_okay=False, path_type=Path)
 @click.argument("file", required=False, type=FILE_PATH)
 @click.option("--model", help="Local folder or hub id, instead of the file's.  [default: the demo model]")
 @click.option("--revision", help="Branch, tag or commit of a model from the hub.")
-@click.option(
-    "--dtype",
-    type=click.Choice(["auto", "float32", "bfloat16", "float16"]),
-    help="Data type that the servers compute in.  [default: the checkpoint's]",
-)
-@click.option(
-    "--quant",
-    type=click.Choice(["none", "int8", "nf4"]),
-    help="Quantization of the servers' weights.  [default: what all servers announce, else none]",
-)
-@click.option("--cache-tokens", type=click.IntRange(1, 2**40), help="Tokens in the attention cache.  [default: 16384]")
-@click.option("--cache-dir", type=click.Path(file_okay=False, path_type=Path), help="Folder for files from the hub.")
 @console.initial_peers_option
 @console.membership_option
 @click.option("--write", type=FILE_PATH, help="Write the group's description as YAML, to edit and plan again.")
@@ -42,10 +30,6 @@ def main(
     file: Path | None,
     model: str | None,
     revision: str | None,
-    dtype: str | None,
-    quant: str | None,
-    cache_tokens: int | None,
-    cache_dir: Path | None,
     initial_peers: tuple[str, ...],
     membership: str | None,
     write: Path | None,
@@ -57,15 +41,13 @@ def main(
     the swarm of --initial-peers, based on what they announce.
     """
     peers = console.split_addresses(initial_peers)
-    options = {"model": model, "revision": revision, "dtype": dtype, "quant": quant, "cache_tokens": cache_tokens}
+    options = {"model": model, "revision": revision}
     given = {name: value for name, value in options.items() if value is not None}
     if file is not None:
         description = msgspec.structs.replace(group_description.read_group_file(file), **given)
-        size = _model_size(description, cache_dir)
+        size = _model_size(description)
     elif peers:
-        description, size = _describe_running_swarm(
-            peers, membership, model, revision, dtype or "auto", quant, cache_tokens, cache_dir
-        )
+        description, size = _describe_running_swarm(peers, membership, model, revision)
     else:
         raise UsageError(
             "nothing to plan for: give a FILE that describes the devices, "
@@ -86,13 +68,13 @@ def main(
         _write(json_file, plan_report.plan_to_json(group, plan, advice, startup))
 
 
-def _model_size(description: GroupDescription, cache_dir: Path | None) -> ModelSize:
+def _model_size(description: GroupDescription) -> ModelSize:
     model = description.model
     if isinstance(model, ModelDescription):
         return group_description.described_model_size(model, description.dtype)
     from swarm.planning.live_swarm import open_model  # loads torch, which numbers do without
 
-    return open_model(model, description.revision, description.dtype, cache_dir, description.quant)[1]
+    return open_model(model, description.revision, description.dtype, description.quant)[1]
 
 
 def _describe_running_swarm(
@@ -100,10 +82,6 @@ def _describe_running_swarm(
     membership: str | None,
     model: str | None,
     revision: str | None,
-    dtype: str,
-    quant: str | None,
-    cache_tokens: int | None,
-    cache_dir: Path | None,
 ) -> tuple[GroupDescription, ModelSize]:
     import uvloop
 
@@ -112,19 +90,19 @@ def _describe_running_swarm(
     from swarm.transport.p2p import P2PConfig, quiet_hivemind
 
     quiet_hivemind()
-    checkpoint, _ = open_model(model, revision, dtype, cache_dir)
+    checkpoint, _ = open_model(model, revision)
     found = uvloop.run(fetch_compatible_servers(checkpoint, P2PConfig(peers, membership=read_invite(membership))))
     for peer, reason in found.excluded.items():
         click.echo(f"Left out of the plan: …{peer[-6:]}, {reason}", err=True)
-    form = quant or group_description.common_quantization(found.servers)
+    form = group_description.common_quantization(found.servers)
 
     def size_in(form: str) -> ModelSize:
-        return open_model(model, revision, dtype, cache_dir, form)[1]
+        return open_model(model, revision, quant=form)[1]
 
     size = size_in(form)
     held = {form: size_in(form) for form in ("none", "int8", "int4", "nf4")}
-    description = group_description.describe_servers(found.servers, size, model, cache_tokens, held)
-    return msgspec.structs.replace(description, revision=revision, dtype=dtype, quant=form), size
+    description = group_description.describe_servers(found.servers, size, model, held)
+    return msgspec.structs.replace(description, revision=revision, quant=form), size
 
 
 def _start_options(description: GroupDescription, peers: tuple[str, ...]) -> plan_report.StartOptions:

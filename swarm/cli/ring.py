@@ -59,7 +59,6 @@ class _RingCommand(console.MultiAddressCommand):
     "--cache-tokens", type=click.IntRange(1, 2**40), help="Attention cache of each worker, in tokens.  [default: 16384]"
 )
 @click.option("--threads", type=click.IntRange(min=1), help="Torch threads of each device.  [default: its own choice]")
-@click.option("--cache-dir", type=click.Path(file_okay=False, path_type=Path), help="Folder for files from the hub.")
 @click.option(
     "--folder",
     type=click.Path(file_okay=False, path_type=Path),
@@ -132,7 +131,7 @@ def _ring_options(given: Mapping[str, Any], host_maddrs: tuple[str, ...]) -> Rin
         "host_maddrs": host_maddrs,
         "announce_maddrs": console.split_addresses(given["announce_maddrs"]),
     }
-    names = ("revision", "dtype", "quant", "cache_tokens", "threads", "cache_dir")
+    names = ("revision", "dtype", "quant", "cache_tokens", "threads")
     common |= {name: given[name] for name in names if given[name] is not None}
     if given["partition"] is not None:
         common["partition"] = partition_numbers(given["partition"])
@@ -163,7 +162,7 @@ def _chat(ring: Ring) -> None:
         with terminal.working():
             backend = SwarmBackend(ring.options.model, **ring.client_options)
         try:
-            Dialogue(backend, terminal, AnswerOptions(None, None, None, None), "").run()
+            Dialogue(backend, terminal, AnswerOptions(), "").run()
         finally:
             backend.close()
 

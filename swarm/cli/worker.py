@@ -29,7 +29,6 @@ if TYPE_CHECKING:  # hivemind is imported only after the options are validated
 @console.membership_option
 @click.option("--name", help="Name that the starter sees.  [default: the machine's]")
 @click.option("--device", default="auto", show_default=True, help="Torch device such as cpu or cuda:0.")
-@click.option("--threads", type=click.IntRange(min=1), help="Torch threads.  [default: what the starter says]")
 @click.option(
     "--folder",
     type=click.Path(file_okay=False, path_type=Path),
@@ -51,7 +50,6 @@ def main(
     membership: str | None,
     name: str | None,
     device: str,
-    threads: int | None,
     folder: Path | None,
     cache_dir: Path | None,
     forget: bool,
@@ -86,7 +84,6 @@ def main(
             announce_maddrs=console.split_addresses(announce_maddrs),
             membership=read_invite(membership),
             device=device,
-            threads=threads,
         )
         uvloop.run(_serve(options))
     finally:

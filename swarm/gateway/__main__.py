@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from swarm.common import console
-from swarm.common.units import ByteSize
 from swarm.errors import InvalidOption
 
 if TYPE_CHECKING:
@@ -42,17 +41,11 @@ if TYPE_CHECKING:
     default=64,
     help="Answers generated at the same time. A server accepts 256 sessions of one client.",
 )
-@click.option("--max-request", default="2MB", metavar="SIZE", help="Size limit of a request.")
 @click.option(
     "--cors",
     multiple=True,
     metavar="ORIGIN",
     help="Other web site whose pages may use the gateway, such as https://chat.example. May be repeated.",
-)
-@click.option(
-    "--public-status",
-    is_flag=True,
-    help="Show /metrics and /monitor/ without a key, even if the gateway has keys.",
 )
 @click.option("--wire", default="auto", help="Wire format of hidden states: auto, none, float16, bfloat16, blockwise8.")
 @click.option("--exact/--no-exact", default=True, help="Use no server that computes with some neurons only (sparse).")
@@ -64,12 +57,6 @@ if TYPE_CHECKING:
     metavar="CONFIDENCE",
     help="Let tokens leave early where their confidence is above this. Answers stay those of the full model, because "
     "each token is verified.  [default: only if a request asks]",
-)
-@click.option(
-    "--exit-confidence",
-    type=click.Choice(["softmax", "similarity", "classifier"]),
-    default="softmax",
-    help="What --early-exit compares.",
 )
 @click.option(
     "--exits-from",
@@ -116,23 +103,17 @@ def main(**options: Any) -> None:
 
 def _gateway_settings(options: Mapping[str, Any]) -> GatewaySettings:
     """The settings that these command line options ask for. Raises `InvalidOption` or `UsageError`."""
-    try:
-        max_request_bytes = ByteSize.parse(options["max_request"])
-    except ValueError as error:
-        raise InvalidOption(f"--max-request {options['max_request']}: {error}") from None
     threshold = options["early_exit"]
 
     from swarm.client.early_exit.options import EarlyExit
     from swarm.gateway.settings import GatewaySettings
 
     return GatewaySettings(
-        max_request_bytes=max_request_bytes,
         cors_origins=options["cors"],
         host_names=options["host_names"],
         open=options["open"],
         max_concurrent_texts=options["concurrent"],
-        public_status=options["public_status"],
-        early_exit=None if threshold is None else EarlyExit(options["exit_confidence"], threshold),
+        early_exit=None if threshold is None else EarlyExit(threshold=threshold),
         approximate_exits=options["approximate_exits"],
     )
 

@@ -63,8 +63,7 @@ class InfoEndpoints:
 
     async def metrics(self, request: Request) -> Response:
         """`GET /metrics`, for Prometheus."""
-        if not self._gateway.settings.public_status:
-            await authenticate(self._gateway, request.headers)
+        await authenticate(self._gateway, request.headers)
         body, media_type = encode_metrics(self._gateway.registry)
         return Response(body, media_type=media_type)
 

@@ -15,8 +15,7 @@ import uvloop
 from starlette.middleware import Middleware
 from starlette.routing import Mount
 
-from swarm.client.early_exit.options import EarlyExit
-from swarm.errors import AdapterMismatch, InvalidOption, UsageError
+from swarm.errors import AdapterMismatch, InvalidOption
 from swarm.gateway.access import RequireApiKey, is_loopback
 from swarm.gateway.api_keys import KeyFile
 from swarm.gateway.app import make_app
@@ -67,15 +66,14 @@ def serve_gateway(
         KeyFileError: the key file cannot be used.
         InvalidOption: other machines can reach the gateway, and it has neither keys nor `settings.open`.
         AddressUnavailable: the address is taken or does not exist.
-        UsageError: a model cannot be loaded, or no initial peer answers, see `from_pretrained`; or early exit needs
-            classifiers that are not given.
+        UsageError: a model cannot be loaded, or no initial peer answers, see `from_pretrained`.
         AdapterMismatch, AdapterError: exits are for none of the models, or cannot be read.
     """
     keys = KeyFile.read(key_file) if key_file is not None else None
     with ExitStack() as stack:
         listening = stack.enter_context(listen(address.host, address.port))
         _require_keys(address, settings, has_keys=keys is not None, is_reachable=not is_loopback(listening))
-        models = _load_models(stack, sources, options, exits, settings)
+        models = _load_models(stack, sources, options, exits)
         gateway = GatewayState(models, settings, keys, new_registry())
         stack.callback(gateway.close)
         joined = models[0].model.swarm.config
@@ -147,14 +145,11 @@ def _load_models(
     sources: Sequence[str | None],
     options: Mapping[str, Any],
     exits: Sequence[Path],
-    settings: GatewaySettings,
 ) -> list[ServedModel]:
-    """The models with their exits, ready for what the settings say of early exit. `stack` closes them."""
+    """The models with their exits. `stack` closes them."""
     models = [_load_model(stack, source, options) for source in sources]
     for folder in exits:
         _load_exits(models, folder)
-    if settings.early_exit is not None:
-        _require_classifiers(models, settings.early_exit)
     return models
 
 
@@ -178,15 +173,3 @@ def _load_exits(models: Sequence[ServedModel], folder: Path) -> None:
             logger.info("Exits of %s: %s", served.name, folder)
             return
     raise mismatches[-1]
-
-
-def _require_classifiers(models: Sequence[ServedModel], early_exit: EarlyExit) -> None:
-    if early_exit.confidence != "classifier":
-        return
-    without = [served.name for served in models if not served.has_exit_classifiers]
-    if without:
-        raise UsageError(
-            "--exit-confidence classifier cannot be used: this gateway has no classifiers for "
-            f"{', '.join(without)}; train them with model.train_exits(kind='classifier'), save them with "
-            "model.save_exits, and name the folder with --exits-from"
-        )

@@ -233,7 +233,6 @@ def describe_servers(
     servers: Sequence[ServerInfo],
     model: ModelSize,
     source: str | None,
-    cache_tokens: int | None,
     held: Mapping[str, ModelSize] | None = None,
 ) -> GroupDescription:
     """Describe online servers of a model as a group.
@@ -241,7 +240,6 @@ def describe_servers(
     Args:
         servers: in the order in which they should be listed.
         source: local folder or hub id of the model; None for the demo model.
-        cache_tokens: capacity of the attention cache; None for the default, or less if a server has less.
         held: quantization -> the model's size in it, for servers that hold another quantization than `model`.
 
     Raises:
@@ -266,7 +264,7 @@ def describe_servers(
     return GroupDescription(
         devices=devices,
         model=source,
-        cache_tokens=cache_tokens or min(DEFAULT_CACHE_TOKENS, least),
+        cache_tokens=min(DEFAULT_CACHE_TOKENS, least),
         link=_default_link(servers),
         links=_links(servers, names),
     )

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from swarm.data_structures import WeightDigests
 from swarm.dht.directory import fetch_servers
 from swarm.dht.validation import AnnouncementValidator
@@ -17,7 +15,7 @@ from swarm.transport.p2p import P2PConfig, Peer
 
 
 def open_model(
-    model: str | None, revision: str | None, dtype: str, cache_dir: Path | None, quant: str = NONE
+    model: str | None, revision: str | None, dtype: str = "auto", quant: str = NONE
 ) -> tuple[Checkpoint, ModelSize]:
     """Open a model's checkpoint and compute its size. No weights are read.
 
@@ -30,7 +28,7 @@ def open_model(
         ModelNotFound: there is no such model.
         CheckpointError: the checkpoint cannot be used.
     """
-    checkpoint = open_checkpoint(model, revision=revision, cache_dir=cache_dir)
+    checkpoint = open_checkpoint(model, revision=revision)
     return checkpoint, model_size(checkpoint, dtype, quant)
 
 

@@ -96,17 +96,6 @@ OPTIONS_AS_GIVEN = (
     metavar="FOLDER|REPO",
     help="LoRA or deep prompts in PEFT's format that every client may use. May be repeated.",
 )
-@click.option(
-    "--adapter-memory",
-    metavar="SIZE",
-    help="Memory for clients' adapters, such as 2GB.  [default: a twentieth of the free memory, 1 GiB at most]",
-)
-@click.option(
-    "--request-memory",
-    metavar="SIZE",
-    help="Memory for requests on their way: what peers send, and what computing it takes beside blocks and cache.  "
-    "[default: a twentieth of the free memory, 8 GiB at most, but enough for prompts of two peers]",
-)
 @click.option("--cache-dir", type=click.Path(file_okay=False, path_type=Path), help="Folder for files from the hub.")
 @click.option(
     "--weights-from",
@@ -198,8 +187,6 @@ def _server_config(options: Mapping[str, Any], peers: tuple[str, ...]) -> Server
             share={"on": True, "off": False}.get(options["share_weights"]),
             share_rate=_size_option("--share-rate", options["share_rate"]),
         ),
-        adapter_memory=_size_option("--adapter-memory", options["adapter_memory"]),
-        request_memory=_size_option("--request-memory", options["request_memory"]),
         metrics=MetricsAddress.parse(options["metrics"]) if options["metrics"] is not None else None,
         flash=FlashOption.parse(options["flash"]),
         exits=ExitsOption.parse(options["exits"]) if options["exits"] is not None else None,

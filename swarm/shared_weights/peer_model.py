@@ -248,7 +248,7 @@ async def open_from_peers(
     elif not believe_first:
         raise WeightsUnavailable(
             f"nothing says what the weights of {model} must be, so they are taken from no peer: give a file of "
-            "`swarm digest MODEL --for-peers --output FILE`, made where all weights are: --digests FILE"
+            "`swarm digest MODEL --for-peers > FILE`, made where all weights are: --digests FILE"
         )
     there = await find_model(peer, model)
     sharers = SharersOfModel(peer, model, there.blocks)

@@ -47,7 +47,7 @@ def trusted_by_file(model: str, path: Path, revision: str | None = None) -> Trus
     if not found.parts:
         raise DigestFileError(
             f"{path} has no digests by which weights can be taken from peers: make it with "
-            "`swarm digest MODEL --for-peers --output FILE`"
+            "`swarm digest MODEL --for-peers > FILE`"
         )
     return TrustedParts(found.revision, len(found.digests), found.parts)
 
@@ -112,7 +112,7 @@ def agree(model: str, said: Sequence[TrustedParts]) -> TrustedParts:
         if differs or (one.revision, one.blocks) != (first.revision, first.blocks):
             raise UnknownWeights(
                 f"peers disagree about the weights of {model}, so none is believed: ask who has them for a file of "
-                "`swarm digest MODEL --for-peers --output FILE`, and give it with --digests FILE"
+                "`swarm digest MODEL --for-peers > FILE`, and give it with --digests FILE"
             )
         digests.update(one.digests)
     return TrustedParts(first.revision, first.blocks, digests)

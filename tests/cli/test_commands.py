@@ -16,7 +16,7 @@ OPTIONS = {
         "model", "--revision", "--blocks", "--initial-peers", "--membership", "--new-swarm", "--host-maddrs",
         "--announce-maddrs", "--relay", "--identity-path", "--device", "--dtype", "--quant", "--flash",
         "--flash-exact", "--exits", "--exits-from", "--throughput", "--name", "--cache-tokens", "--cache-dir",
-        "--update-period", "--adapters", "--adapter-memory", "--request-memory",
+        "--update-period", "--adapters",
         "--threads", "--stay", "--metrics", "--weights-from", "--digests",
         "--share-weights", "--share-rate",
         "--log-format", "--help",
@@ -26,33 +26,32 @@ OPTIONS = {
         "--relay", "--metrics", "--log-format", "--help",
     },
     "chat": {
-        "model", "--initial-peers", "--membership", "--url", "--key", "--system", "--temperature",
-        "--max-tokens", "--seed", "--early-exit", "--digests", "--weights-from", "--help",
+        "model", "--initial-peers", "--membership", "--url", "--system", "--temperature",
+        "--max-tokens", "--early-exit", "--digests", "--weights-from", "--help",
     },
     "doctor": {
-        "model", "--initial-peers", "--membership", "--device", "--host-maddrs", "--cache-dir", "--json", "--help",
+        "model", "--initial-peers", "--membership", "--device", "--host-maddrs", "--help",
     },
     "plan": {
-        "file", "--model", "--revision", "--dtype", "--quant", "--cache-tokens", "--cache-dir", "--initial-peers",
-        "--membership", "--write", "--json", "--help",
+        "file", "--model", "--revision", "--initial-peers", "--membership", "--write", "--json", "--help",
     },
     "gateway": {
         "models", "--initial-peers", "--membership", "--host", "--port", "--keys", "--open", "--host-name",
-        "--concurrent", "--max-request", "--cors", "--public-status",
+        "--concurrent", "--cors",
         "--wire", "--exact", "--digests", "--weights-from", "--early-exit",
-        "--exit-confidence", "--exits-from", "--approximate-exits",
+        "--exits-from", "--approximate-exits",
         "--log-format", "--help",
     },
     "worker": {
-        "--host-maddrs", "--announce-maddrs", "--membership", "--name", "--device", "--threads", "--folder",
+        "--host-maddrs", "--announce-maddrs", "--membership", "--name", "--device", "--folder",
         "--cache-dir", "--forget", "--log-format", "--help",
     },
     "ring": {
         "model", "--workers", "--partition", "--chat", "--gateway", "--keys", "--open", "--save", "--unpair",
-        "--revision", "--dtype", "--quant", "--cache-tokens", "--threads", "--cache-dir", "--folder", "--host-maddrs",
+        "--revision", "--dtype", "--quant", "--cache-tokens", "--threads", "--folder", "--host-maddrs",
         "--announce-maddrs", "--membership", "--help",
     },
-    "demo": {"--prompt", "--tokens", "--help"},
+    "demo": {"--help"},
     "status": {"models", "--initial-peers", "--membership", "--json", "--watch", "--help"},
     "monitor": {
         "models", "--initial-peers", "--membership", "--host", "--port", "--history", "--log-format",
@@ -60,7 +59,7 @@ OPTIONS = {
     },
     "members": {"--help"},
     "keys": {"--help"},
-    "digest": {"model", "--revision", "--for-peers", "--output", "--cache-dir", "--help"},
+    "digest": {"model", "--revision", "--for-peers", "--help"},
     "flash": {"--help"},
 }  # fmt: skip
 
@@ -86,14 +85,8 @@ def test_help() -> None:
         assert VERSION in result.output or "Usage:" in result.output
 
 
-def test_room_for_adapters_is_a_size() -> None:
-    result = CliRunner().invoke(main, ["server", "--new-swarm", "--adapter-memory", "much"])
-    assert result.exit_code == 2
-    assert "--adapter-memory: 'much' is not a size such as 8GB or 512 MiB" in result.output
-
-
 def test_unknown_words_are_refused() -> None:
-    for arguments in [["nonsense"], ["server", "--nonsense"], ["demo", "--tokens", "0"]]:
+    for arguments in [["nonsense"], ["server", "--nonsense"], ["demo", "--tokens", "9"]]:
         assert CliRunner().invoke(main, arguments).exit_code == 2
 
 

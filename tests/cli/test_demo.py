@@ -28,7 +28,7 @@ def descendants(pid: int) -> list[psutil.Process]:
 def test_three_servers_write_what_the_model_alone_writes() -> None:
     """Whatever swarm this machine's owner takes part in."""
     result = subprocess.run(
-        [*DEMO, "--tokens", "12"],
+        DEMO,
         env={**os.environ, "SWARM_INITIAL_PEERS": NOBODY},
         capture_output=True,
         text=True,
@@ -42,14 +42,14 @@ def test_three_servers_write_what_the_model_alone_writes() -> None:
     assert "travel as computed (wire=none), 768 bytes a token" in result.stdout
     assert "the model's default, blockwise8, takes 196" in result.stdout
     assert "Once upon a time" in result.stdout
-    assert re.search(r"12 tokens in \S+ s: \d+ tokens/s through three servers", result.stdout)
-    assert "All 12 tokens equal the local model's." in result.stdout
+    assert re.search(r"120 tokens in \S+ s: \d+ tokens/s through three servers", result.stdout)
+    assert "All 120 tokens equal the local model's." in result.stdout
 
 
 @pytest.mark.parametrize("number", slow_except([signal.SIGINT, signal.SIGTERM, signal.SIGKILL], signal.SIGINT))
 def test_an_ended_demo_leaves_nothing_running(number: signal.Signals) -> None:
     with subprocess.Popen(
-        [*DEMO, "--tokens", "900"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+        DEMO, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
     ) as process:
         assert process.stdout is not None
         wait_until(lambda: len(descendants(process.pid)) >= 4)

@@ -21,29 +21,25 @@ def run(*arguments):
 
 def test_the_demo_model(tmp_path):
     path = tmp_path / "digests.json"
-    result = run("--output", path)
+    result = run()
     assert result.exit_code == 0, result.output
-    assert "Wrote the digests of 12 blocks of swarm-demo" in result.output
+    path.write_text(result.output)
     checkpoint = open_checkpoint()
     assert known_digests(checkpoint, path).by_block == known_digests(checkpoint).by_block
-    assert json.loads(run().output) == json.loads(path.read_text())
 
 
 def test_what_cannot_be_digested(tmp_path):
     result = run(tmp_path / "nothing")
     assert result.exit_code == 2
     assert "neither a local folder nor a model's name" in result.output
-    (tmp_path / "file").write_text("")
-    result = run("--output", tmp_path / "file" / "digests.json")
-    assert result.exit_code == 2
-    assert "cannot be written" in result.output
 
 
 def test_digests_for_peers_are_those_of_all_parts(tmp_path):
     path = tmp_path / "digests.json"
     assert "parts" not in json.loads(run().output), "they take time, because every byte is read"
-    result = run("--for-peers", "--output", path)
+    result = run("--for-peers")
     assert result.exit_code == 0, result.output
+    path.write_bytes(result.stdout_bytes)
     checkpoint = open_checkpoint()
     manifests = CheckpointParts(checkpoint).manifests()
     assert set(manifests.digests) == set(all_parts(checkpoint.blocks))
@@ -54,7 +50,7 @@ def test_digests_for_peers_are_those_of_all_parts(tmp_path):
 
 def test_there_are_no_digests_for_peers_of_weights_that_are_not_here(tmp_path):
     folder = make_checkpoint("llama", tmp_path / "model", max_shard_size="40KB")
-    assert run(folder, "--output", folder / "swarm-digests.json").exit_code == 0
+    (folder / "swarm-digests.json").write_text(run(folder).output)
     next(folder.glob("*-00002-of-*.safetensors")).unlink()
     assert run(folder).exit_code == 0, "what its author wrote down is there"
     result = run(folder, "--for-peers")

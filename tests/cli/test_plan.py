@@ -54,7 +54,8 @@ def test_a_model_in_numbers(file: Path) -> None:
 def test_the_printed_commands_are_commands(file: Path) -> None:
     from swarm.server.__main__ import main as server
 
-    result = plan(file, "--initial-peers", NOBODY, "--dtype", "float32", "--revision", "v1")
+    file.write_text(f"dtype: float32\n{file.read_text()}")
+    result = plan(file, "--initial-peers", NOBODY, "--revision", "v1")
     for line in result.output.splitlines():
         if line.startswith("swarm server "):
             parameters = server.make_context("server", shlex.split(line)[2:]).params
@@ -66,8 +67,8 @@ def test_the_printed_commands_are_commands(file: Path) -> None:
 
 
 def test_the_demo_model_is_the_default(tmp_path: Path) -> None:
-    (tmp_path / "group.yaml").write_text(DEVICES)
-    result = plan(tmp_path / "group.yaml", "--cache-tokens", "512")
+    (tmp_path / "group.yaml").write_text(f"cache_tokens: 512{DEVICES}")
+    result = plan(tmp_path / "group.yaml")
     assert result.exit_code == 0, result.output
     assert result.output.startswith("swarm-demo: 12 blocks take 20.3 MB with an attention cache of 512 tokens")
 
@@ -153,7 +154,7 @@ def test_a_running_swarm(tmp_path: Path) -> None:
     folder = make_checkpoint("llama", tmp_path / "model")
     written = tmp_path / "group.yaml"
     with run_swarm(folder, ("0:4", "2:6"), dtype="float32", cache_tokens=1000) as swarm:
-        result = plan("--model", folder, "--dtype", "float32", "--initial-peers", swarm.address, "--write", written)
+        result = plan("--model", folder, "--initial-peers", swarm.address, "--write", written)
         assert result.exit_code == 0, result.output
         assert "6 blocks take " in result.output
         assert "with an attention cache of 1000 tokens" in result.output

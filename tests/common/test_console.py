@@ -46,11 +46,6 @@ def test_progress_on_a_terminal(terminal):
     assert terminal.getvalue().endswith("\r")
 
 
-def test_nothing_without_a_title(terminal):
-    assert list(console.iterate_with_progress(range(3), None, "number")) == [0, 1, 2]
-    assert terminal.getvalue() == ""
-
-
 def test_no_bar_on_a_pipe_and_nothing_about_what_is_quick(capsys, caplog):
     with caplog.at_level(logging.INFO):
         assert list(console.iterate_with_progress(range(3), "Counting", "number")) == [0, 1, 2]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -13,7 +12,6 @@ import langchain_openai
 import openai
 import pytest
 import torch
-from langchain_openai import ChatOpenAI
 
 from swarm import NetworkOptions
 from swarm.models.checkpoints.checkpoint import DEMO_FOLDER
@@ -265,27 +263,12 @@ def test_details_are_sent_only_on_request(gateway):
     assert [one["kind"] for one in whole["swarm"]] == ["route", "done"]
 
 
-def test_langchain(gateway, local):
-    chat = ChatOpenAI(base_url=gateway.api, api_key="none", model=MODEL, temperature=0, max_tokens=16)
-    assert chat.invoke(PROMPT).content == local(PROMPT, 16)
-    assert "".join(piece.content for piece in chat.stream(PROMPT)) == local(PROMPT, 16)
-
-
 def test_langchain_sends_twenty_prompts_in_one_request(gateway, local):
     prompts = [f"{PROMPT}, number {number}" for number in range(20)]
     writer = langchain_openai.OpenAI(base_url=gateway.api, api_key="none", model=MODEL, temperature=0, max_tokens=3)
     found = writer.generate(prompts)
     assert [one.text for (one,) in found.generations] == [local(prompt, 3) for prompt in prompts]
     assert found.llm_output["token_usage"]["completion_tokens"] == 60
-
-
-def test_values_that_others_send_for_nothing(client, gateway, local):
-    extra = {"top_k": -1, "top_p": 0.0, "stop": "", "functions": [], "top_logprobs": 0, "max_tokens": 16.0}
-    assert ask(client, temperature=1.0, extra_body=extra).choices[0].message.content == local(PROMPT, 16)
-    body = {"model": MODEL, "messages": [{"role": "user", "content": PROMPT}], "max_tokens": 16, "temperature": 0}
-    packed = gzip.compress(json.dumps(body).encode())
-    reply = httpx.post(f"{gateway.api}/chat/completions", content=packed, headers={"Content-Encoding": "gzip"})
-    assert reply.json()["choices"][0]["message"]["content"] == local(PROMPT, 16)
 
 
 def test_a_request_has_a_name_that_its_answer_carries(client, gateway):

@@ -233,11 +233,3 @@ def test_fields_of_other_servers_are_done(demo):
         model="demo", prompt="word " * 2000, max_tokens=2, extra_body={"truncate_prompt_tokens": 10}
     )
     assert long.usage.prompt_tokens == 10
-
-
-def test_fields_that_are_not_supported_are_refused(demo):
-    for extra in ({"ignore_eos": True}, {"chat_template": "{{ 7 }}"}, {"bad_words": ["wolf"]}):
-        with pytest.raises(openai.BadRequestError) as caught:
-            ask(demo, "Once", model="demo", extra_body=extra)
-        assert [caught.value.param] == list(extra)
-        assert caught.value.code == "unsupported_parameter"

@@ -192,7 +192,7 @@ def test_what_servers_announce() -> None:
         server_info(0, 2, "peerA", name="desk", throughput=50.0, cache_tokens_free=100, network_throughput=1000.0),
         server_info(2, 4, "peerB", throughput=5.0, cache_tokens_free=200, round_trips=(("peerA", 0.01), ("gone", 9.0))),
     ]
-    description = describe_servers(servers, MODEL, "some/model", None)
+    description = describe_servers(servers, MODEL, "some/model")
     first, second = description.devices
     assert (first.name, first.speed, first.upload) == ("desk", 50.0, 64_000.0)
     assert (second.name, second.speed, second.upload) == ("…peerB", 5.0, None)
@@ -213,7 +213,7 @@ def test_memory_is_what_the_announced_form_of_the_weights_takes() -> None:
         server_info(0, 2, "c", quantization="x"),
     ]
     small = ModelSize("model", (500, 1000, 500, 500), 10, 64)
-    group = build_group(describe_servers(servers, MODEL, None, None, {"int8": small, "none": MODEL}), MODEL)
+    group = build_group(describe_servers(servers, MODEL, None, {"int8": small, "none": MODEL}), MODEL)
     cache = 2 * servers[0].cache_tokens_free * 10
     assert [device.usable_memory - cache for device in group.devices] == [1500, 3000, 3000]
 
@@ -233,9 +233,9 @@ def test_the_form_of_the_weights_that_servers_have_in_common() -> None:
 
 def test_no_servers_and_too_many() -> None:
     with pytest.raises(UsageError, match="no server of model is online"):
-        describe_servers([], MODEL, None, None)
+        describe_servers([], MODEL, None)
     with pytest.raises(UsageError, match="33 servers are online; plans are made for 32"):
-        describe_servers([server_info(0, 4, f"peer{n}") for n in range(33)], MODEL, None, None)
+        describe_servers([server_info(0, 4, f"peer{n}") for n in range(33)], MODEL, None)
 
 
 @st.composite
@@ -264,7 +264,7 @@ def announced(draw: st.DrawFn) -> list[ServerInfo]:
 
 @given(announced())
 def test_whatever_is_announced_can_be_written_and_planned_for(servers: list[ServerInfo]) -> None:
-    description = describe_servers(servers, MODEL, None, None)
+    description = describe_servers(servers, MODEL, None)
     assert parse_group_file(to_yaml(description, FILE_COMMENT).encode()) == description
     assert all(device.name.isprintable() for device in description.devices)
     group = build_group(description, MODEL)

@@ -36,8 +36,8 @@ class WorkerProcess:
 
     def start(self, *options: str) -> None:
         """Start it, at the address where it was before if it was killed."""
-        arguments = ("swarm.cli.worker", "--folder", str(self.folder), "--name", self._name, "--threads", "1", *options)
-        environment = {"TMPDIR": str(self._temporary), "HF_HUB_OFFLINE": "1"}
+        arguments = ("swarm.cli.worker", "--folder", str(self.folder), "--name", self._name, *options)
+        environment = {"TMPDIR": str(self._temporary), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
         self.process = PeerProcess((*arguments, "--host-maddrs", self._address), environment)
         self.line = self.process.wait_for(r"^(swarm-worker:\S+)")[1]
         (self._address,) = parse_line(self.line).addresses

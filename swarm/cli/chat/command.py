@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from pathlib import Path
@@ -23,8 +24,11 @@ KEY_VARIABLE = "SWARM_API_KEY"
 @click.argument("model", required=False)
 @console.initial_peers_option
 @console.membership_option
-@click.option("--url", help="Use a gateway, such as http://127.0.0.1:8000/v1, instead of joining the swarm.")
-@click.option("--key", envvar=KEY_VARIABLE, help=f"API key for the gateway.  [default: ${KEY_VARIABLE}]")
+@click.option(
+    "--url",
+    help="Use a gateway, such as http://127.0.0.1:8000/v1, instead of joining the swarm. "
+    f"Its API key is the value of {KEY_VARIABLE}.",
+)
 @console.digests_option
 @console.weights_from_option
 @click.option("--system", default="", help="System prompt: instructions for the model.")
@@ -34,7 +38,6 @@ KEY_VARIABLE = "SWARM_API_KEY"
 @click.option(
     "--max-tokens", type=click.IntRange(1, 2**31), help="Length limit of answers.  [default: 1024, or the gateway's]"
 )
-@click.option("--seed", type=click.IntRange(-(2**63), 2**63 - 1), help="The same seed gives the same answers.")
 @click.option(
     "--early-exit",
     type=click.FloatRange(0, 1),
@@ -48,13 +51,11 @@ def main(
     initial_peers: tuple[str, ...],
     membership: str | None,
     url: str | None,
-    key: str | None,
     digests: Path | None,
     weights_from: str,
     system: str,
     temperature: float | None,
     max_tokens: int | None,
-    seed: int | None,
     early_exit: float | None,
 ) -> None:
     """Chat with MODEL: a local folder or a hub id, by default the demo model. With --url, one of the gateway's models.
@@ -75,21 +76,21 @@ def main(
                         "--digests does nothing with --url: the gateway decides which weights servers may have. Start "
                         "the gateway with it"
                     )
-                backend: ChatBackend = _gateway_backend(url, key, model)
+                backend: ChatBackend = _gateway_backend(url, model)
             else:
                 peers = console.split_addresses(initial_peers)
                 backend = _swarm_backend(terminal.interactive, model, peers, membership, digests, weights_from)
         try:
-            options = AnswerOptions(temperature, max_tokens, seed, early_exit)
+            options = AnswerOptions(temperature, max_tokens, early_exit)
             Dialogue(backend, terminal, options, terminal.readable(system, "--system")).run()
         finally:
             backend.close()
 
 
-def _gateway_backend(url: str, key: str | None, model: str | None) -> ChatBackend:
+def _gateway_backend(url: str, model: str | None) -> ChatBackend:
     from swarm.cli.chat.gateway_backend import GatewayBackend
 
-    return GatewayBackend(url, key, model)
+    return GatewayBackend(url, os.environ.get(KEY_VARIABLE) or None, model)
 
 
 def _swarm_backend(

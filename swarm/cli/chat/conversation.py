@@ -193,7 +193,6 @@ class AnswerOptions:
 
     temperature: float | None = None
     max_tokens: int | None = None
-    seed: int | None = None
     early_exit: float | None = None
 
 

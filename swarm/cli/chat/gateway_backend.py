@@ -54,7 +54,7 @@ class GatewayBackend:
         if key is not None:
             if not (key.isascii() and key.isprintable()):
                 raise InvalidOption(
-                    "--key contains characters that keys never have: check that you copied the key and nothing else"
+                    "SWARM_API_KEY has characters that keys never have: check that you copied the key and nothing else"
                 )
             self._headers["Authorization"] = f"Bearer {key}"
         # A redirect is an error, because it could send the key to another server.
@@ -69,7 +69,6 @@ class GatewayBackend:
             "messages": [{"role": message.role, "content": message.content} for message in messages],
             "temperature": options.temperature,
             "max_tokens": options.max_tokens,
-            "seed": options.seed,
             "early_exit": None if options.early_exit is None else {"threshold": options.early_exit},
         }
         fields = {name: value for name, value in body.items() if value is not None}

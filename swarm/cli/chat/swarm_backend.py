@@ -61,7 +61,6 @@ class SwarmBackend:
             SequenceRequest(
                 temperature=options.temperature,
                 max_tokens=options.max_tokens,
-                seed=options.seed,
                 early_exit=None if options.early_exit is None else EarlyExit(threshold=options.early_exit),
                 is_exit_asked=options.early_exit is not None,
             ),

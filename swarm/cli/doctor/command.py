@@ -9,7 +9,6 @@ import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
@@ -31,8 +30,6 @@ CHECK_TIMEOUT_S = 60.0
 @console.membership_option
 @click.option("--device", default="auto", show_default=True, help="Torch device such as cpu or cuda:0.")
 @console.host_maddrs_option(0, "Addresses on which a server would listen.")
-@click.option("--cache-dir", type=click.Path(file_okay=False, path_type=Path), help="Folder for files from the hub.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON: a list of findings.")
 @console.errors_to_exit_codes
 def main(
     model: str | None,
@@ -40,8 +37,6 @@ def main(
     membership: str | None,
     device: str,
     host_maddrs: tuple[str, ...],
-    cache_dir: Path | None,
-    as_json: bool,
 ) -> None:
     """Check this machine: software, device, memory for blocks of MODEL, disk and ports. With --initial-peers, check the
     connection to the swarm too: each peer, the clock, and a record written to the DHT and read back.
@@ -51,7 +46,7 @@ def main(
     """
     import uvloop
 
-    from swarm.cli.doctor.verdicts import exit_code, format_finding, format_summary, to_json
+    from swarm.cli.doctor.verdicts import exit_code, format_finding, format_summary
     from swarm.membership.invite import read_invite
     from swarm.transport.addresses import parse_peers, validate_listen_addresses
     from swarm.transport.p2p import P2PConfig
@@ -64,18 +59,17 @@ def main(
     findings: list[Finding] = []
 
     async def run_checks() -> None:
-        async for finding in _findings(model, joining, device, listen, cache_dir):
+        async for finding in _findings(model, joining, device, listen):
             findings.append(finding)
-            if not as_json:
-                click.echo(_coloured_on_terminal(format_finding(finding)), color=True)
+            click.echo(_coloured_on_terminal(format_finding(finding)), color=True)
 
     uvloop.run(run_checks())
-    click.echo(to_json(findings) if as_json else format_summary(findings))
+    click.echo(format_summary(findings))
     sys.exit(exit_code(findings))
 
 
 async def _findings(
-    model: str | None, joining: P2PConfig, device: str, listen: tuple[str, ...], cache_dir: Path | None
+    model: str | None, joining: P2PConfig, device: str, listen: tuple[str, ...]
 ) -> AsyncIterator[Finding]:
     """Run all checks and yield their findings, one after the other."""
     from swarm.cli.doctor import machine_checks as machine
@@ -86,9 +80,9 @@ async def _findings(
     checks: tuple[tuple[str, Callable[[], Finding]], ...] = (
         ("CPU", machine.check_cpu),
         ("GPU", lambda: machine.check_gpu(device)),
-        ("Memory", lambda: machine.check_memory(model, device, cache_dir)),
-        ("Disk", lambda: machine.check_disk(cache_dir)),
-        ("Drive", lambda: machine.check_drive(cache_dir)),
+        ("Memory", lambda: machine.check_memory(model, device)),
+        ("Disk", machine.check_disk),
+        ("Drive", machine.check_drive),
     )
     if await asyncio.to_thread(machine.computes_on_gpu, device):
         checks = (*checks[:2], ("Execution", lambda: machine.check_execution(device)), *checks[2:])

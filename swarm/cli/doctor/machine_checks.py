@@ -119,7 +119,7 @@ def _cuda_driver_version() -> str:
     return f"{number // 1000}.{number % 1000 // 10}"
 
 
-def check_memory(model: str | None, requested: str, cache_dir: Path | None) -> Finding:
+def check_memory(model: str | None, requested: str) -> Finding:
     """Check how many blocks of the model fit into memory."""
     from swarm.models.checkpoints.checkpoint import open_checkpoint
     from swarm.models.checkpoints.footprint import memory_footprint
@@ -129,7 +129,7 @@ def check_memory(model: str | None, requested: str, cache_dir: Path | None) -> F
 
     try:
         device = resolve_device(requested)
-        free, checkpoint = free_memory(device), open_checkpoint(model, cache_dir=cache_dir)
+        free, checkpoint = free_memory(device), open_checkpoint(model)
         dtype = resolve_dtype("auto", checkpoint.config)
         needs = memory_footprint(checkpoint, dtype)
         buffers = session_buffer_bytes(checkpoint, device, dtype, DEFAULT_CACHE_TOKENS)
@@ -143,26 +143,26 @@ def check_memory(model: str | None, requested: str, cache_dir: Path | None) -> F
     return verdicts.memory(free, checkpoint.name, checkpoint.blocks, fitting, per_block, DEFAULT_CACHE_TOKENS)
 
 
-def check_disk(cache_dir: Path | None) -> Finding:
+def check_disk() -> Finding:
     """Check the folder for files from the hub."""
     from huggingface_hub import constants
 
-    folder = cache_dir or Path(constants.HF_HUB_CACHE)
+    folder = Path(constants.HF_HUB_CACHE)
     existing = nearest_folder(folder)
     writable = existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)
     return verdicts.disk(str(folder), shutil.disk_usage(existing).free, writable)
 
 
-def check_drive(cache_dir: Path | None) -> Finding:
+def check_drive() -> Finding:
     """Measure the drive on which packed files of weights would lie, with a scratch file."""
     from swarm.models.flash.drive_measurement import measure_folder
     from swarm.models.flash.files.block_files import flash_root
 
-    folder = nearest_folder(flash_root(cache_dir))
+    folder = nearest_folder(flash_root(None))
     try:
         speed = measure_folder(folder)
     except DriveFailed as error:
-        return verdicts.failure("Drive", str(error), "give a folder on another drive: --cache-dir FOLDER")
+        return verdicts.failure("Drive", str(error), "set HF_HOME to a folder on another drive")
     except (OSError, NotEnoughSpace) as error:
         return verdicts.unknown("Drive", f"not measured: {error}")
     return verdicts.drive(str(folder), speed.direct, speed.small, speed.large)

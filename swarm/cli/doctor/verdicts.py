@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from ipaddress import ip_address
 
 import click
-import msgspec
 
 from swarm.common.units import format_bytes
 from swarm.transport.reach.reach_estimate import Reach
@@ -174,13 +173,13 @@ def disk(folder: str, free: int, writable: bool) -> Finding:
     """Judge the folder for files from the model hub."""
     check = "Disk"
     if not writable:
-        return failure(check, f"{folder} cannot be written", "give another folder: --cache-dir FOLDER, or HF_HOME")
+        return failure(check, f"{folder} cannot be written", "set HF_HOME to another folder")
     found = f"{format_bytes(free)} free in {folder}"
     if free < MIN_FREE_DISK_BYTES:
         return warning(
             check,
             found,
-            "free disk space, or give another folder: --cache-dir FOLDER",
+            "free disk space, or set HF_HOME to a folder on another drive",
         )
     return ok(check, found)
 
@@ -322,8 +321,3 @@ def format_summary(findings: Sequence[Finding]) -> str:
     if counts[Verdict.WARNING]:
         return f"No check failed; {counts[Verdict.WARNING]} of {len(findings)} checks warn."
     return "No problems found."
-
-
-def to_json(findings: Sequence[Finding]) -> bytes:
-    """Encode a list of objects with `check`, `verdict`, `found` and `remedy`."""
-    return msgspec.json.encode([asdict(finding) for finding in findings])

@@ -55,7 +55,7 @@ def known_digests(checkpoint: Checkpoint, file: str | Path | None = None) -> Wei
     if beside is None and checkpoint.parts is None and Path(checkpoint.source).is_dir():
         raise UnknownWeights(
             f"nothing says which weights servers of {checkpoint.name} must have: {checkpoint.source} does not hold the "
-            "weights of all blocks. Ask who has them for a file of `swarm digest MODEL --output FILE` and give it: "
+            "weights of all blocks. Ask who has them for a file of `swarm digest MODEL > FILE` and give it: "
             "--digests FILE, in Python NetworkOptions(digests=FILE)"
         )
     return beside
@@ -100,7 +100,7 @@ class DigestFile:
             raise DigestFileError(
                 f"{path} has digests of {len(self.digests)} blocks of {self.model}, revision {self.revision}; this "
                 f"model has {blocks} blocks and revision {revision}. Use that revision, or make the file again from a "
-                "checkpoint that you trust: swarm digest MODEL --output FILE"
+                "checkpoint that you trust: swarm digest MODEL > FILE"
             )
 
 
@@ -115,7 +115,7 @@ def read_digest_file(path: Path) -> DigestFile:
     except (OSError, ValueError, RecursionError) as error:
         why = error.strerror if isinstance(error, OSError) else str(error)
         raise DigestFileError(
-            f"{path} is not a usable file of digests: {why}. `swarm digest MODEL --output FILE` makes one"
+            f"{path} is not a usable file of digests: {why}. `swarm digest MODEL > FILE` makes one"
         ) from None
 
 

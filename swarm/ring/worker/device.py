@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import shutil
 import socket
 from dataclasses import dataclass
@@ -103,12 +104,12 @@ def device_name(given: str | None = None) -> str:
     return name or "worker"
 
 
-async def find_speed(folder: Path, device: str, threads: int | None) -> DeviceSpeed:
+async def find_speed(folder: Path, device: str, threads: int | None = None) -> DeviceSpeed:
     """The speed that was measured before under the same conditions, or is measured now and kept in the folder.
 
     Args:
         device: torch device, or "auto".
-        threads: torch threads; None for torch's own choice.
+        threads: torch threads; None for OMP_NUM_THREADS, or torch's own choice.
 
     Raises:
         InvalidOption: this machine has no such device.
@@ -128,7 +129,7 @@ async def find_speed(folder: Path, device: str, threads: int | None) -> DeviceSp
 def measurement_conditions(device: str, threads: int | None) -> str:
     """All that a measurement depends on; one under the same conditions counts for this one."""
     versions = f"swarm {VERSION}", f"torch {version('torch')}"
-    return ", ".join([device, str(threads), *versions, socket.gethostname()])
+    return ", ".join([device, str(threads or os.environ.get("OMP_NUM_THREADS")), *versions, socket.gethostname()])
 
 
 def keep_speed(folder: Path, conditions: str, speed: DeviceSpeed) -> None:
@@ -148,10 +149,10 @@ def _read(path: Path) -> _KeptSpeed | None:
 
 
 async def _measure(device: str, threads: int | None) -> DeviceSpeed:
-    arguments = ["--device", device, *(["--threads", str(threads)] if threads is not None else [])]
-    command = bound_command("swarm.ring.worker.device_measurement", *arguments)
+    command = bound_command("swarm.ring.worker.device_measurement", "--device", device)
+    environment = os.environ if threads is None else {**os.environ, "OMP_NUM_THREADS": str(threads)}
     pipe = asyncio.subprocess.PIPE
-    process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe, stderr=pipe)
+    process = await asyncio.create_subprocess_exec(*command, env=environment, stdin=pipe, stdout=pipe, stderr=pipe)
     assert process.stdin is not None
     assert process.stdout is not None
     assert process.stderr is not None

@@ -1,6 +1,6 @@
 """Measures how fast this device computes a token of any model. Runs in a process of its own, which prints JSON.
 
-    python -m swarm.ring.worker.device_measurement [--device DEVICE] [--threads N]
+    python -m swarm.ring.worker.device_measurement [--device DEVICE]
 
 A decode step reads every weight once, so its time is that of reading, and what each block costs beside it. Both are
 measured without a model: matrices of a usual size, which together do not fit into a cache, and the operations of a
@@ -96,12 +96,9 @@ def _timed(device: torch.device, work: Callable[[], object]) -> float:
 
 @click.command()
 @click.option("--device", default="auto")
-@click.option("--threads", type=click.IntRange(min=1))
 @console.errors_to_exit_codes
-def main(device: str, threads: int | None) -> None:
+def main(device: str) -> None:
     """Print a `DeviceSpeed` as JSON."""
-    if threads is not None:
-        torch.set_num_threads(threads)
     sys.stdout.buffer.write(msgspec.json.encode(measure_device(resolve_device(device))))
 
 

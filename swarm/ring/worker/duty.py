@@ -253,13 +253,11 @@ class ServerOptions:
     Attributes:
         host_maddrs: addresses to listen on.
         device: torch device, or "auto".
-        threads: torch threads; None for what the starter says.
         environment: added to the environment of the process; the membership, which no other user may see, is in it.
     """
 
     host_maddrs: tuple[str, ...]
     device: str = "auto"
-    threads: int | None = None
     environment: Mapping[str, str] = field(default_factory=dict, repr=False)
 
 
@@ -304,12 +302,11 @@ class WorkerDuty:
 
 def server_arguments(assignment: Assign, folder: Path, name: str, options: ServerOptions) -> Sequence[str]:
     """The arguments of `swarm server` for an assignment. Pure."""
-    threads = options.threads if options.threads is not None else assignment.threads
     return [
         *(str(folder), "--blocks", f"{assignment.start}:{assignment.end}"),
         *("--initial-peers", *assignment.initial_peers, "--host-maddrs", *options.host_maddrs, "--relay", "off"),
         *("--device", options.device, "--dtype", assignment.dtype, "--quant", assignment.quant, "--flash", "off"),
         *("--share-weights", "off"),  # the worker shares them itself, with its ring only
         *("--cache-tokens", str(assignment.cache_tokens), "--update-period", str(UPDATE_PERIOD_S), "--name", name),
-        *(("--threads", str(threads)) if threads is not None else ()),
+        *(("--threads", str(assignment.threads)) if assignment.threads is not None else ()),
     ]

@@ -33,7 +33,6 @@ class WorkerOptions:
         announce_maddrs: addresses at which others should dial it, if they differ.
         membership: an invite to a private swarm; None if the secret of the line decides who is let in.
         device: torch device, or "auto".
-        threads: torch threads; None for what the starter says.
     """
 
     folder: Path
@@ -43,7 +42,6 @@ class WorkerOptions:
     announce_maddrs: tuple[str, ...] = ()
     membership: Invite | None = None
     device: str = "auto"
-    threads: int | None = None
 
 
 @dataclass(frozen=True)
@@ -81,7 +79,7 @@ async def running_worker(
         AddressUnavailable, IdentityError, MembershipError: as `Peer.create`.
     """
     folder, memory = options.folder, WorkerMemory.read(options.folder)
-    speed = await find_speed(folder, options.device, options.threads)
+    speed = await find_speed(folder, options.device)
     device = Device(device_name(options.name), speed, options.cache_dir or folder)
     async with AsyncExitStack() as stack:
         peer = await start_peer(folder, options.host_maddrs, options.announce_maddrs, memory.port, options.membership)
@@ -97,7 +95,7 @@ async def running_worker(
         if options.membership is not None:
             environment[MEMBERSHIP_VARIABLE] = options.membership.to_line()
         hosts = any_port(options.host_maddrs) or addresses_of_all_interfaces(0)
-        duty = WorkerDuty(device, weights, ServerOptions(hosts, speed.device, options.threads, environment))
+        duty = WorkerDuty(device, weights, ServerOptions(hosts, speed.device, environment))
         is_member = options.membership is not None
         life = WorkerLife(peer.peer_id, memory, is_member, duty, on_change)
         stack.push_async_callback(life.close)

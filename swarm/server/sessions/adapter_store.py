@@ -169,7 +169,7 @@ class AdapterStore:
         if self._public_bytes > self.limits.memory:
             raise NotEnoughMemory(
                 f"the adapters of --adapters take {format_bytes(self._public_bytes)}, and all adapters together may "
-                f"take {format_bytes(self.limits.memory)}; give them more with --adapter-memory"
+                f"take {format_bytes(self.limits.memory)}"
             )
         for block, part in parts.items():
             dtypes = {tensor.dtype for tensor in part.tensors}

@@ -75,7 +75,7 @@ def test_each_line_of_a_script_is_a_message(way, tmp_path: Path):
     options, environment = way
     saved = tmp_path / "talk.json"
     lines = f"say hello\n\nbe evil\n/route\n//hello\n/save {saved}\n/quit\nnever asked\n"
-    settings = ("--system", "Be kind.", "--temperature", "0", "--seed", "1", "--early-exit", "0.1")
+    settings = ("--system", "Be kind.", "--temperature", "0", "--early-exit", "0.1")
     done = run((*options, *settings), lines, **environment)
     assert done.returncode == 0, done.stderr
     assert done.stdout == f"{HELLO}\nlook [2J]52;c;aGVsbG8= here 31m and there, over\n{HELLO}\n"
@@ -102,7 +102,7 @@ def test_input_that_is_not_utf_8_is_told_and_the_next_line_answered(way, tmp_pat
 
 
 def test_keys_that_are_not_utf_8_are_told(gateway, key):
-    with at_terminal((*CHAT, "--url", gateway.url, "--key", key), PYTHONIOENCODING="utf-8") as screen:
+    with at_terminal((*CHAT, "--url", gateway.url), SWARM_API_KEY=key, PYTHONIOENCODING="utf-8") as screen:
         screen.wait_for("> ")
         screen.type("caf\udcff now\n")
         screen.wait_for("This line is not UTF-8")
@@ -143,7 +143,7 @@ def test_ctrl_c_stops_the_answer_and_not_the_conversation(way):
 
 
 def test_line_history_and_no_color(gateway, key):
-    with at_terminal((*CHAT, "--url", gateway.url, "--key", key), NO_COLOR="1") as screen:
+    with at_terminal((*CHAT, "--url", gateway.url), SWARM_API_KEY=key, NO_COLOR="1") as screen:
         screen.wait_for("> ")
         screen.type("say hello\n")
         screen.wait_for(r"tokens/s.*\n> ")
@@ -158,7 +158,7 @@ def test_line_history_and_no_color(gateway, key):
 @pytest.mark.slow
 def test_a_server_that_dies_is_a_notice(gateway, key, swarm):
     spare = swarm.start("3:6", name="spare").wait_ready()
-    with at_terminal((*CHAT, "--url", gateway.url, "--key", key)) as screen:
+    with at_terminal((*CHAT, "--url", gateway.url), SWARM_API_KEY=key) as screen:
         screen.wait_for("> ")
         screen.type("tell me long\n")
         screen.wait_for("word20")
@@ -202,15 +202,15 @@ def test_a_swarm_or_a_gateway_is_required(arguments, code, message):
 
 
 def test_a_wrong_key_and_a_wrong_model(gateway, key):
-    done = run(("--url", gateway.api, "--key", "sk-swarm-wrong"), "hello\n")
+    done = run(("--url", gateway.api), "hello\n", SWARM_API_KEY="sk-swarm-wrong")
     assert done.returncode == 1
     assert "does not know the key" in done.stderr
-    done = run(("other", "--url", gateway.api, "--key", key), "hello\n")
+    done = run(("other", "--url", gateway.api), "hello\n", SWARM_API_KEY=key)
     assert done.returncode == 2
     assert "does not serve other; it has: parrot" in done.stderr
 
 
 def test_a_failure_ends_a_script(gateway, key):
-    done = run(("--url", gateway.api, "--key", key, "--max-tokens", "100000"), "hello\nhello\n")
+    done = run(("--url", gateway.api, "--max-tokens", "100000"), "hello\nhello\n", SWARM_API_KEY=key)
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr.count("leaves room for") == 1

@@ -138,7 +138,7 @@ def test_events_of_any_bytes(data):
 
 def test_invalid_keys():
     for key in ["sk-swarm-x\nHost: elsewhere", "schlüssel", "x\0"]:
-        with pytest.raises(InvalidOption, match="--key contains characters"):
+        with pytest.raises(InvalidOption, match="SWARM_API_KEY has characters"):
             GatewayBackend("http://127.0.0.1:9", key, None)
 
 

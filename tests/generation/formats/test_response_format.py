@@ -255,12 +255,6 @@ def test_calls_that_cannot_be_forced(grammars):
             constrain(grammars, request(tools=tools, tool_choice=choice), syntax)
 
 
-def test_a_token_that_may_not_come_is_an_error(grammars, tokenizer):
-    constraint = constrain(grammars, request(response_format={"type": "json_object"}), None)
-    with pytest.raises(InvalidGenerationRequest):
-        allowed(constraint, tokenizer.encode("x"), tokenizer)
-
-
 def test_a_token_that_may_not_come_can_be_taken_back(grammars, tokenizer):
     constraint = constrain(grammars, request(response_format={"type": "json_object"}), None)
     good = tokenizer.encode('{"a": ')

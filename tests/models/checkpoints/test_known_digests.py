@@ -45,7 +45,7 @@ def digests(checkpoint, **options) -> list[str]:
 
 
 def test_a_folder_without_them_says_what_to_do(weightless):
-    with pytest.raises(UnknownWeights, match=r"swarm digest MODEL --output FILE.*--digests FILE"):
+    with pytest.raises(UnknownWeights, match=r"swarm digest MODEL > FILE.*--digests FILE"):
         known_digests(open_checkpoint(weightless))
 
 
