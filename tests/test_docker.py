@@ -56,7 +56,7 @@ def commands_of(page: str) -> list[list[str]]:
     for line in re.sub(r"\\\n\s*", "", page).splitlines():
         match = re.match(r"^(?: {4}|\$ )\s*(?:docker run .* swarm:\w+|(?:[A-Z_]+=\S+ )*swarm) (.+)$", line)
         if match:
-            words = shlex.split(match[1].replace("...", "…"), comments=True)
+            words = shlex.split(match[1].partition(" > ")[0].replace("...", "…"), comments=True)
             # An ellipsis stands for an option's value, or for further options.
             pairs = itertools.pairwise(["", *words])
             found.append([word for before, word in pairs if word != "…" or before.startswith("--")])

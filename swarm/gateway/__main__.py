@@ -47,6 +47,11 @@ if TYPE_CHECKING:
     metavar="ORIGIN",
     help="Other web site whose pages may use the gateway, such as https://chat.example. May be repeated.",
 )
+@click.option(
+    "--public-status",
+    is_flag=True,
+    help="Show /metrics and /monitor/ without a key, even if the gateway has keys.",
+)
 @click.option("--wire", default="auto", help="Wire format of hidden states: auto, none, float16, bfloat16, blockwise8.")
 @click.option("--exact/--no-exact", default=True, help="Use no server that computes with some neurons only (sparse).")
 @console.digests_option
@@ -113,6 +118,7 @@ def _gateway_settings(options: Mapping[str, Any]) -> GatewaySettings:
         host_names=options["host_names"],
         open=options["open"],
         max_concurrent_texts=options["concurrent"],
+        public_status=options["public_status"],
         early_exit=None if threshold is None else EarlyExit(threshold=threshold),
         approximate_exits=options["approximate_exits"],
     )

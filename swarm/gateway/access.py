@@ -180,7 +180,7 @@ async def authenticate(gateway: GatewayState, headers: Headers) -> ApiKey | None
 
 
 class RequireApiKey:
-    """Rejects requests without a key to paths under `/api`.
+    """Rejects requests without a key to paths under `/api`, unless the status is public.
 
     The pages themselves are open: they are the same for everyone, and ask for the key.
     """
@@ -191,7 +191,7 @@ class RequireApiKey:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            if "/api/" in scope["path"]:
+            if not self._gateway.settings.public_status and "/api/" in scope["path"]:
                 await authenticate(self._gateway, Headers(scope=scope))
         except InvalidApiKey as error:
             await error_response(error)(scope, receive, send)

@@ -43,7 +43,8 @@ class InfoEndpoints:
 
     async def models(self, request: Request) -> Response:
         """`GET /v1/models`."""
-        await authenticate(self._gateway, request.headers)
+        if not self._gateway.settings.public_status:
+            await authenticate(self._gateway, request.headers)
         models = [model_object(model) for model in self._gateway.models.values()]
         return JsonResponse({"object": "list", "data": models})
 

@@ -22,6 +22,7 @@ class GatewaySettings:
         open: whether everybody who can reach the gateway may use it, if it listens for other machines without keys.
         max_concurrent_texts: texts that are generated at the same time; a request has one for each of its answers.
         max_waiting: requests that may wait.
+        public_status: whether metrics and monitor are open to clients without a key, if there are keys.
         early_exit: when tokens leave early in requests that do not say; None for never. Always verified.
         approximate_exits: whether requests may ask for tokens that leave without being verified.
     """
@@ -35,5 +36,6 @@ class GatewaySettings:
     open: bool = False
     max_concurrent_texts: int = 64
     max_waiting: int = 256
+    public_status: bool = False
     early_exit: EarlyExit | None = None
     approximate_exits: bool = False

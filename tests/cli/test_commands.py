@@ -37,7 +37,7 @@ OPTIONS = {
     },
     "gateway": {
         "models", "--initial-peers", "--membership", "--host", "--port", "--keys", "--open", "--host-name",
-        "--concurrent", "--cors",
+        "--concurrent", "--cors", "--public-status",
         "--wire", "--exact", "--digests", "--weights-from", "--early-exit",
         "--exits-from", "--approximate-exits",
         "--log-format", "--help",

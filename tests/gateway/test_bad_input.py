@@ -21,7 +21,9 @@ from tests.waiting import wait_until
 
 LIMIT = 2 * 2**20
 TIMEOUT_S = 1.5
-SMALL = GatewaySettings(max_concurrent_texts=2, max_waiting=1, read_timeout_s=TIMEOUT_S, send_timeout_s=TIMEOUT_S)
+SMALL = GatewaySettings(
+    max_concurrent_texts=2, max_waiting=1, read_timeout_s=TIMEOUT_S, send_timeout_s=TIMEOUT_S, public_status=True
+)
 MESSAGES = [{"role": "user", "content": "Once upon a time"}]
 ENDLESS = {"max_tokens": 1000, "logit_bias": {"0": -100}}
 """Token 0, the end of a text, is never sampled."""
