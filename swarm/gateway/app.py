@@ -43,8 +43,7 @@ class InfoEndpoints:
 
     async def models(self, request: Request) -> Response:
         """`GET /v1/models`."""
-        if not self._gateway.settings.public_status:
-            await authenticate(self._gateway, request.headers)
+        await authenticate(self._gateway, request.headers)
         models = [model_object(model) for model in self._gateway.models.values()]
         return JsonResponse({"object": "list", "data": models})
 
@@ -64,7 +63,8 @@ class InfoEndpoints:
 
     async def metrics(self, request: Request) -> Response:
         """`GET /metrics`, for Prometheus."""
-        await authenticate(self._gateway, request.headers)
+        if not self._gateway.settings.public_status:
+            await authenticate(self._gateway, request.headers)
         body, media_type = encode_metrics(self._gateway.registry)
         return Response(body, media_type=media_type)
 
