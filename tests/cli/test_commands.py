@@ -30,7 +30,7 @@ OPTIONS = {
         "--max-tokens", "--early-exit", "--digests", "--weights-from", "--help",
     },
     "doctor": {
-        "model", "--initial-peers", "--membership", "--device", "--host-maddrs", "--help",
+        "model", "--initial-peers", "--membership", "--device", "--host-maddrs", "--json", "--help",
     },
     "plan": {
         "file", "--model", "--revision", "--initial-peers", "--membership", "--write", "--json", "--help",

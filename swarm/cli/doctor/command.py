@@ -30,6 +30,7 @@ CHECK_TIMEOUT_S = 60.0
 @console.membership_option
 @click.option("--device", default="auto", show_default=True, help="Torch device such as cpu or cuda:0.")
 @console.host_maddrs_option(0, "Addresses on which a server would listen.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON: a list of findings.")
 @console.errors_to_exit_codes
 def main(
     model: str | None,
@@ -37,6 +38,7 @@ def main(
     membership: str | None,
     device: str,
     host_maddrs: tuple[str, ...],
+    as_json: bool,
 ) -> None:
     """Check this machine: software, device, memory for blocks of MODEL, disk and ports. With --initial-peers, check the
     connection to the swarm too: each peer, the clock, and a record written to the DHT and read back.
@@ -46,7 +48,7 @@ def main(
     """
     import uvloop
 
-    from swarm.cli.doctor.verdicts import exit_code, format_finding, format_summary
+    from swarm.cli.doctor.verdicts import exit_code, format_finding, format_summary, to_json
     from swarm.membership.invite import read_invite
     from swarm.transport.addresses import parse_peers, validate_listen_addresses
     from swarm.transport.p2p import P2PConfig
@@ -61,10 +63,11 @@ def main(
     async def run_checks() -> None:
         async for finding in _findings(model, joining, device, listen):
             findings.append(finding)
-            click.echo(_coloured_on_terminal(format_finding(finding)), color=True)
+            if not as_json:
+                click.echo(_coloured_on_terminal(format_finding(finding)), color=True)
 
     uvloop.run(run_checks())
-    click.echo(format_summary(findings))
+    click.echo(to_json(findings) if as_json else format_summary(findings))
     sys.exit(exit_code(findings))
 
 

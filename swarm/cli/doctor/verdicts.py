@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from ipaddress import ip_address
 
 import click
+import msgspec
 
 from swarm.common.units import format_bytes
 from swarm.transport.reach.reach_estimate import Reach
@@ -321,3 +322,8 @@ def format_summary(findings: Sequence[Finding]) -> str:
     if counts[Verdict.WARNING]:
         return f"No check failed; {counts[Verdict.WARNING]} of {len(findings)} checks warn."
     return "No problems found."
+
+
+def to_json(findings: Sequence[Finding]) -> bytes:
+    """Encode a list of objects with `check`, `verdict`, `found` and `remedy`."""
+    return msgspec.json.encode([asdict(finding) for finding in findings])
