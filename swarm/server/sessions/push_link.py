@@ -174,7 +174,7 @@ class DialBudget:
             self._reached.popitem(last=False)
 
     def note_failed(self, peer_id: str) -> None:
-        """The peer cannot be reached, so it is no longer known. Otherwise a client could take peers away and have them
+        """Forget a peer that could not be reached. Otherwise a client could take peers away and have them
         dialed for little."""
         self._reached.pop(peer_id, None)
 
@@ -202,7 +202,7 @@ class Dial:
             budget.note_failed(self._peer_id)
 
     def give_up(self) -> None:
-        """The result is no longer needed."""
+        """Stop waiting for the result, which nobody needs any more."""
         self._end()
 
     def _end(self) -> DialBudget | None:

@@ -101,7 +101,7 @@ class Place:
 def place_granted(answer: bytes, now: float) -> Place:
     """The place that a relay's answer, without its length, grants at the Unix time `now`.
 
-    Raises `RelayRefused` if it grants none, `ProtocolViolation` if this is no answer.
+    Raises `RelayRefused` if it grants none, `ProtocolViolation` if the relay's answer is not valid.
     """
     try:
         message = HopMessage.FromString(answer)
