@@ -73,7 +73,7 @@ def _codes(root: type[RemoteError]) -> frozenset[str]:
     return frozenset({root.code}).union(*map(_codes, root.__subclasses__()))
 
 
-_ERROR_CODES = _codes(RemoteError)
+_ERROR_CODES = _codes(RemoteError) | {"late", "slow"}  # and why a session left a server that had not failed
 
 
 PERIOD_S = 0.1

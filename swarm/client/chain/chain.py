@@ -9,6 +9,8 @@ sent before the last server has answered. A server that has missed one refuses t
 the end of its cache, or continue a step that the server has not seen. So nothing is ever computed on top of a wrong
 past, whatever is lost, late or given up.
 
+docs/architecture.md follows one failure through these files: "From a server's hang to the next token".
+
 `steps` is for those who wait for outputs. `begin`, `wait`, `outputs`, `settle` and `give_up_under_way` are for those
 who look at outputs on their way.
 """
@@ -52,10 +54,6 @@ class Chain:
         # Weak, so that a session's history is freed when nobody has the chain any more.
         on_reply, on_change = weak_callback(self._on_reply, None), weak_callback(self._on_change, None)
         self._hops = LinkedHops(context, self._under_way, on_reply, on_change)
-        self._refillable = NO_STEP
-        """Caches are filled again up to this step at most: a later one may still be given up, and then is taken out. It
-        never goes back, because the record of what a replay has filled a cache with cannot be taken apart."""
-        self._window = 1
         self._everywhere = False
         """Whether the answers of all hops are waited for, not just those of the last one."""
         self._outputs: dict[int, PackedHidden] = {}
@@ -113,7 +111,7 @@ class Chain:
         """
         await self._require_sound(parts, together=len(parts) > 1)
         if len(parts) > 1:
-            self._window = 1
+            self._hops.window = 1
             await self._advance(everywhere=True)
         await self._hops.link_again()
         await self._hops.allow_rows(parts[0][1].sequences)
@@ -177,7 +175,7 @@ class Chain:
 
     def settle(self, number: int) -> None:
         """The steps up to `number` are answered, and stand: they will not be given up any more."""
-        self._refillable = max(self._refillable, number)
+        self._hops.refillable = max(self._hops.refillable, number)
         self._hops.on_settled()
         for done in [done for done in self._outputs if done <= number]:
             del self._outputs[done]
@@ -198,7 +196,7 @@ class Chain:
         """Replace the servers that were lost now, instead of at the next step. Raises `MissingBlocks`."""
         for hop in list(self._hops.hops):
             if hop in self._hops.hops and (hop.progress.error is not None or hop.progress.leaving is not None):
-                await self._repair(self._hops.hops.index(hop))
+                await self._hops.repair(self._hops.hops.index(hop))
 
     async def close(self) -> None:
         """Free the session on all servers."""
@@ -225,8 +223,8 @@ class Chain:
         steps = self._under_way.add(parts, exits, exit_block)
         if appended:
             # Whatever becomes of them: a later step sets back by itself what it does not continue.
-            self._refillable = steps[-1].number
-        self._window = window
+            self._hops.refillable = steps[-1].number
+        self._hops.window = window
         hops = self._hops.hops
         for hop in hops:
             hop.progress.on_call_begun(steps[0].number)
@@ -254,32 +252,29 @@ class Chain:
         while not ready():
             self._changed.clear()
             if self._hops.standbys.current is not None:
-                await self._hops.replace_late(self._window > 1)
+                await self._hops.replace_late()
             progress = [hop.progress for hop in self._hops.hops]
             action = next_action(
                 progress,
                 list(self._under_way.steps),
                 time.perf_counter(),
-                self._window,
+                self._hops.window,
                 everywhere=everywhere,
             )
             match action:
                 case Finished():
                     return
                 case Deliver(index, number):
-                    await self._hops.deliver(index, number, self._window > 1, self._changed, self._refillable)
+                    await self._hops.deliver(index, number, self._changed)
                 case Repair(index, overdue):
                     hop = self._hops.hops[index]
                     if overdue:
                         hop.progress.on_failed(PeerTimeout(f"{describe_hop(hop.hop)} has not answered in time"))
-                    await self._repair(index)
+                    await self._hops.repair(index)
                 case WaitUntil(until):
                     if not patient:
                         return
-                    await self._hops.wait(self._changed, until, self._refillable)
-
-    async def _repair(self, index: int) -> None:
-        await self._hops.repair(index, self._refillable, self._window > 1)
+                    await self._hops.wait(self._changed, until)
 
     def _on_reply(self, hop: HopSession, number: int, outputs: PackedHidden) -> None:
         """A hop has answered: its outputs are what goes into the next one."""
@@ -295,7 +290,7 @@ class Chain:
         else:
             self._pass_on(hop, following, step.onward(outputs))
         is_right = self._check_inputs()
-        if self._everywhere or not is_right or following is None or not self._hops.goes_on_alone(following, number):
+        if self._everywhere or not is_right or following is None or not self._hops.may_wait_on(following, number):
             self._changed.set()
 
     def _pass_on(self, hop: HopSession, following: HopSession, step: Step) -> None:

@@ -1,4 +1,4 @@
-"""Other servers for the place of one that is late, or slow all the time: when they are asked, and who goes on.
+"""Other servers for the place of one that is late, or slow all the time: when they are asked, and which stay.
 
 To ask costs a replay of all that went in. So a session waits as long as such answers usually take, with their spread,
 and then as long again as asking will cost: whatever happens after that, it has lost at most twice what it had to (the
@@ -12,8 +12,8 @@ The others are opened and filled in the background, as a failover does it, while
 left:
 
     the late one answers first   the others are closed
-    the others are filled first  they take its place, and it is not blamed; if it has not answered by its deadline
-                                 either, it is reported like any server that is overdue
+    the others are filled first  they take its place, and it is not blamed; if it misses its deadline
+                                 too, it is reported like any server that is overdue
     the late one fails           the others take its place as soon as they are filled
     steps are given up           the others are closed: their caches would have to be taken apart
 """
@@ -91,13 +91,13 @@ class AskAllowance:
 
 def none_late_before(hops: Sequence[HopProgress]) -> float:
     """A time before which no answer is late, or overdue. The rest makes that later, and takes longer to find out."""
-    return min([min(hop.clock.late, hop.clock.deadline) for hop in hops])
+    return min([min(hop.clock.late_from, hop.clock.deadline) for hop in hops])
 
 
 def first_late(hops: Sequence[HopProgress], refill_seconds: Sequence[float]) -> LateHop | None:
     """The hop for which others are asked first, if none answers before; None if no answer is awaited.
 
-    Others are asked once a step at most, and never for a step that a later server has answered already.
+    Others are asked at most once for each step, and never for a step that a later server has answered already.
 
     Args:
         hops: in the order of the route.
@@ -138,14 +138,14 @@ class Standby:
     """Servers that are filled to take the place of a hop.
 
     Attributes:
-        late: the hop.
+        replaced: the hop.
         number: the step whose answer is late; None if the server is slow all the time.
         done: number of the last step that they are filled with.
         began: when they were asked, in seconds of `time.perf_counter`.
         filling: opens and fills their hops.
     """
 
-    late: HopSession
+    replaced: HopSession
     number: int | None
     done: int
     began: float
@@ -160,7 +160,7 @@ class Standby:
     @property
     def is_beaten(self) -> bool:
         """Whether the answer that was late has come."""
-        progress = self.late.progress
+        progress = self.replaced.progress
         return self.number is not None and progress.replied >= self.number and progress.error is None
 
 
@@ -170,7 +170,7 @@ class Standbys:
     Args:
         context: the constants of the session.
         opener: opens hops at the others.
-        contents: what the caches of some hops have to hold together, if they are filled up to some step at most.
+        contents: what the caches of some hops have to hold together.
         on_change: called after anything has happened.
         stop_pushes: has this client deliver what was pushed to a hop, until no step is under way.
 
@@ -183,7 +183,7 @@ class Standbys:
         self,
         context: SessionContext,
         opener: HopOpener,
-        contents: Callable[[range, int], CacheContents],
+        contents: Callable[[range], CacheContents],
         on_change: Callable[[], None],
         stop_pushes: Callable[[int], Awaitable[None]],
     ) -> None:
@@ -207,12 +207,12 @@ class Standbys:
         """Number of the last step up to `settled` that the others do not need singly any more."""
         return settled if self.current is None else min(settled, self.current.done)
 
-    async def ask_if_late(self, hops: Sequence[HopSession], refillable: int) -> float | None:
-        """A time before which no answer is late; None if one was, and others were asked now.
+    async def ask_if_late(self, hops: Sequence[HopSession]) -> float | None:
+        """A time before which no answer is late; None if one is late now. Then others are asked, if they may be and if
+        there are any, and the chain has to look again.
 
         Args:
             hops: the session's, in the order of the route.
-            refillable: see `LinkedHops.repair`.
         """
         if self.current is not None:
             return math.inf
@@ -228,12 +228,12 @@ class Standbys:
         slow = progress[late.index]
         slow.on_asked(late.number)
         if hops[late.index].is_sound and self.allowance.take():
-            self._ask(hops, late.index, refillable, late.number)
+            self._ask(hops, late.index, late.number)
             if slow.delivered < late.number <= slow.received:
                 await self._stop_pushes(late.index)  # what was pushed may be lost, so this client delivers it
         return None
 
-    def ask_if_slow(self, hops: Sequence[HopSession], refillable: int) -> None:
+    def ask_if_slow(self, hops: Sequence[HopSession]) -> None:
         """Record how long the servers took. If others would be quicker than one of them all the time, ask those."""
         for hop in hops:
             measured = hop.progress.clock.take_measured()
@@ -245,9 +245,9 @@ class Standbys:
         self._looked_at = now
         for index, hop in enumerate(hops):
             if self.current is None and hop.is_sound and hop.progress.clock.measured >= MIN_MEASURED_STEPS:
-                self._ask(hops, index, refillable, None)
+                self._ask(hops, index, None)
 
-    def _ask(self, hops: Sequence[HopSession], index: int, refillable: int, number: int | None) -> None:
+    def _ask(self, hops: Sequence[HopSession], index: int, number: int | None) -> None:
         """Ask the best other servers for what hop `index` does, if that is worth it.
 
         Args:
@@ -261,18 +261,19 @@ class Standbys:
         if number is None and not is_worth_leaving(found.current_seconds, found.seconds, steps, late.refill_seconds):
             return
         logger.info("%s is %s; others are asked", describe_hop(late.hop), "slow" if number is None else "late")
-        contents = self._contents(place, refillable)
+        contents = self._contents(place)
         filling = asyncio.get_running_loop().create_task(self._opener.prepare(found.route, contents))
         on_change = self._on_change
         filling.add_done_callback(lambda _: on_change())
         self.current = Standby(late, number, contents.done, time.perf_counter(), filling)
 
-    def take(self, hops: Sequence[HopSession]) -> Standby | None:
-        """The servers that are to take a place now; None if there are none. Those that are not needed are closed."""
+    def take_if_ready(self, hops: Sequence[HopSession]) -> Standby | None:
+        """The servers that are to take a place now; None if there are none. Closes those that are not needed any more,
+        because the late answer has come, or they failed."""
         standby = self.current
         if standby is None:
             return None
-        if standby.is_beaten or (standby.filling.done() and not (standby.hops and standby.late in hops)):
+        if standby.is_beaten or (standby.filling.done() and not (standby.hops and standby.replaced in hops)):
             self.drop()
             return None
         if not standby.filling.done():
@@ -280,7 +281,7 @@ class Standbys:
         self.current = None
         return standby
 
-    def leave(self, late: HopSession, was_slow: bool) -> None:
+    def retire(self, late: HopSession, was_slow: bool) -> None:
         """Others have taken the place of a hop that works.
 
         Args:
@@ -294,7 +295,7 @@ class Standbys:
         self._start(self._close_late(late))
 
     async def _close_late(self, late: HopSession) -> None:
-        """Free the session at a server that was late. One that does not answer by its deadline either is reported."""
+        """Free the session at a server that was late. If it misses its deadline too, it is reported."""
         progress, number = late.progress, late.progress.awaited
         if number is not None and progress.error is None:
             with suppress(TimeoutError):

@@ -23,9 +23,10 @@ from collections.abc import Callable, Iterator, Sequence
 
 from swarm.client.chain.hop_opening import CacheContents, HopOpener, close_all, joined_span, neighbors_of, route_of
 from swarm.client.chain.late import Alarm, Standby, Standbys, none_late_before
-from swarm.client.chain.next_action import goes_on_alone
+from swarm.client.chain.next_action import is_handed_on
 from swarm.client.chain.steps_under_way import StepsUnderWay
 from swarm.client.hops.blame import Finding, Verdict, checked_up_to, first_finding
+from swarm.client.hops.hop_progress import NO_STEP
 from swarm.client.hops.hop_session import HopSession, SessionContext
 from swarm.client.routes.events import HopLost, Recovered, RouteTaken
 from swarm.client.routes.route_source import is_worth_another_server, not_finite
@@ -69,6 +70,9 @@ class LinkedHops:
         route: the servers in use now.
         standbys: other servers that are asked beside one that is late.
         are_unlinked: whether some server does not push until the steps that are under way have come to their end.
+        window: steps that a server may have been handed without having answered; see `next_action`.
+        refillable: caches are filled again up to this step at most: a later one may still be given up, and then has to
+            be taken out. It never goes back, because what a replay has filled a cache with cannot be taken apart.
     """
 
     def __init__(
@@ -81,6 +85,8 @@ class LinkedHops:
         self.hops: list[HopSession] = []
         self.route = Route()
         self.are_unlinked = False
+        self.window = 1
+        self.refillable = NO_STEP
         self._context = context
         self._routes = context.routes
         self._under_way = under_way
@@ -109,10 +115,10 @@ class LinkedHops:
         """Whether a hop that took a lost one's place lacks a step that had begun before."""
         return any(hop.progress.replied < hop.progress.catch_up_to for hop in self.hops)
 
-    def goes_on_alone(self, following: HopSession, number: int) -> bool:
-        """Whether a step that the hop before `following` has just answered goes on by itself, if only the last hop is
-        waited for. Then `wait` lasts until the next answer is late."""
-        if not goes_on_alone(following.progress, number, self._under_way.next_number - 1):
+    def may_wait_on(self, following: HopSession, number: int) -> bool:
+        """Whether `wait` may go on, if only the last hop is waited for, although the hop before `following` has just
+        answered a step. Then it lasts until the next answer is late."""
+        if not is_handed_on(following.progress, number, self._under_way.next_number - 1):
             return False
         late = none_late_before([hop.progress for hop in self.hops])
         if self.standbys.current is not None or late <= time.perf_counter():
@@ -150,13 +156,18 @@ class LinkedHops:
             self._rows = rows
             await asyncio.gather(*(hop.allow_rows(rows) for hop in self.hops))
 
-    async def stop_pushes_to(self, index: int, several: bool = True) -> None:
+    @property
+    def _is_pipelined(self) -> bool:
+        """Whether a server may have several steps under way."""
+        return self.window > 1
+
+    async def stop_pushes_to(self, index: int, for_now: bool = True) -> None:
         """What was pushed to a hop did not arrive there, or was refused, so this client has to deliver it itself.
 
-        Which of the two servers is at fault cannot be known, so neither is blamed. If several steps are under way, it
-        may just have missed one; then they may try again afterwards.
+        Which of the two servers is at fault cannot be known, so neither is blamed. `for_now`: it may just have
+        missed one of several steps, so they try again when no step is under way.
         """
-        self.are_unlinked = self.are_unlinked or several
+        self.are_unlinked = self.are_unlinked or for_now
         self.hops[index].progress.on_pushes_stopped()
         logger.debug("%s no longer pushes: a push failed", describe_hop(self.hops[index - 1].hop))
         await self._link(range(index - 1, index), silent=index - 1)
@@ -194,11 +205,11 @@ class LinkedHops:
 
     # Steps
 
-    async def deliver(self, index: int, number: int, several: bool, changed: asyncio.Event, refillable: int) -> None:
+    async def deliver(self, index: int, number: int, changed: asyncio.Event) -> None:
         """Hand a step over. If the server does not read it, others are asked meanwhile; see `repair` and `wait`."""
         hop = self.hops[index]
         if index and (number <= hop.progress.pushed or hop.progress.push_refused):
-            await self.stop_pushes_to(index, several)
+            await self.stop_pushes_to(index, for_now=self._is_pipelined)
         step = hop.history.get(number)
         if len(step.hidden.payload) <= MAX_COALESCED_BYTES:
             await hop.deliver(step)
@@ -206,18 +217,14 @@ class LinkedHops:
         delivery = hop.begin_delivery(step)
         delivery.add_done_callback(lambda _: changed.set())
         while not delivery.done() and not self.standbys.is_ready:
-            await self.wait(changed, math.inf, refillable)
+            await self.wait(changed, math.inf)
             changed.clear()
 
-    async def wait(self, changed: asyncio.Event, until: float, refillable: int) -> None:
+    async def wait(self, changed: asyncio.Event, until: float) -> None:
         """Wait until `changed` is set, or until then. Where an answer is late, others are asked. How long the answers
-        before took is noted here, where there is time for it.
-
-        Args:
-            refillable: see `repair`.
-        """
-        self.standbys.ask_if_slow(self.hops, refillable)
-        late = await self.standbys.ask_if_late(self.hops, refillable)
+        before took is noted here, where there is time for it."""
+        self.standbys.ask_if_slow(self.hops)
+        late = await self.standbys.ask_if_late(self.hops)
         if late is None:
             return
         self._alarm.start(min(until, late), changed.set)
@@ -275,19 +282,13 @@ class LinkedHops:
 
     # Failover
 
-    async def repair(self, index: int, refillable: int, several: bool) -> None:
+    async def repair(self, index: int) -> None:
         """Repair a hop, or put other servers in the place of its server. Raises its error if none would do better, or
-        `MissingBlocks`.
-
-        Args:
-            index: the hop.
-            refillable: the last step that caches are filled with; a later one may still be given up.
-            several: whether several steps may be under way.
-        """
+        `MissingBlocks`."""
         began = time.perf_counter()
         hop = self.hops[index]
         hop.progress.on_departure_due()
-        if await self._replace_by_standby(hop, several):
+        if await self._replace_by_standby(hop):
             return
         if await self._is_irreplaceable_suspect(index):
             hop.progress.take_error()  # so it begins again, and another server gets its outputs
@@ -297,52 +298,48 @@ class LinkedHops:
             raise hop.progress.take_error()
         which = range(index, index + 1)
         if hop.misled and not isinstance(hop.progress.error, ProtocolViolation | SuspectOutputs):
-            which, hops = await self._begin_again(index, refillable)
+            which, hops = await self._begin_again(index)
             self._put(which, hops)
             self._report_route()
-        elif await self._try_same_server(hop, self._contents(which, refillable)):
+        elif await self._try_same_server(hop, self._contents(which)):
             hops = [hop]
             self._put(which, hops)
         else:
-            hops = await self._replacement(index, refillable, is_doubted)
+            hops = await self._replacement(index, is_doubted)
             self._put(which, hops)
             self._report_recovered(began)
-        await self._link_new(index, len(hops), several)
+        await self._link_new(index, len(hops))
 
-    async def replace_late(self, several: bool) -> None:
-        """Put the servers that were asked in the place of a late one, if they were first.
-
-        Args:
-            several: see `repair`.
-        """
-        standby = self.standbys.take(self.hops)
+    async def replace_late(self) -> None:
+        """Put the servers that were asked in the place of a late one, if they were first."""
+        standby = self.standbys.take_if_ready(self.hops)
         if standby is not None:
-            await self._install(standby, several)
+            await self._install(standby)
 
-    async def _replace_by_standby(self, hop: HopSession, several: bool) -> bool:
+    async def _replace_by_standby(self, hop: HopSession) -> bool:
         """Whether servers that were asked before a late one failed have taken its place."""
         standby = self.standbys.current
-        if standby is None or standby.late is not hop:
+        if standby is None or standby.replaced is not hop:
             return False
         if hop.progress.error is None or not is_worth_another_server(hop.progress.error):
             self.standbys.drop()
             return False
-        await self._leave(hop)
+        await self._report_and_leave(hop)
         await asyncio.wait({standby.filling})
-        if self.standbys.current is not standby or self.standbys.take(self.hops) is None:
+        if self.standbys.current is not standby or self.standbys.take_if_ready(self.hops) is None:
             return False
-        await self._install(standby, several)
+        await self._install(standby)
         return True
 
-    async def _install(self, standby: Standby, several: bool) -> None:
-        late, hops = standby.late, standby.hops
-        index = self.hops.index(late)
+    async def _install(self, standby: Standby) -> None:
+        left, hops = standby.replaced, standby.hops
+        index = self.hops.index(left)
         self._put(range(index, index + 1), hops)
-        if not late.progress.replaced:
-            self._context.emit(HopLost(late.peer_id, late.hop.span, PeerTimeout.code))
-            self.standbys.leave(late, was_slow=standby.number is None)
+        if not left.progress.replaced:
+            self._context.emit(HopLost(left.peer_id, left.hop.span, "slow" if standby.number is None else "late"))
+            self.standbys.retire(left, was_slow=standby.number is None)
         self._report_recovered(standby.began)
-        await self._link_new(index, len(hops), several)
+        await self._link_new(index, len(hops))
 
     def _put(self, which: range, repaired: Sequence[HopSession]) -> None:
         """Put hops in the place of others, or repaired ones in their own place."""
@@ -357,24 +354,24 @@ class LinkedHops:
                 if hop.progress.replied < number:
                     hop.expect(number, step.outputs)
 
-    async def _link_new(self, first: int, count: int, several: bool) -> None:
+    async def _link_new(self, first: int, count: int) -> None:
         """Link `count` hops that have taken their places from index `first` on. Not before, because from then on steps
         may be pushed to them."""
         neighbors = range(max(0, first - 1), min(len(self.hops), first + count + 1))
         silent = None
-        if first and (several or len(self.hops[first].progress.expected) > 1):
+        if first and (self._is_pipelined or len(self.hops[first].progress.expected) > 1):
             # It has to catch up first: it would refuse what the server before pushes meanwhile.
             self.are_unlinked, silent = True, first - 1
         await self._link(neighbors, silent)
 
     def _report_recovered(self, began: float) -> None:
-        """Others have taken the place of a server that was found wanting at `began`."""
+        """Others have taken the place of a server that was left at `began`."""
         seconds = time.perf_counter() - began
         self._context.emit(Recovered(seconds))
         self._report_route()
         logger.info("replaced in %.2f s; %s", seconds, self.route)
 
-    async def _replacement(self, index: int, refillable: int, is_doubted: bool) -> list[HopSession]:
+    async def _replacement(self, index: int, is_doubted: bool) -> list[HopSession]:
         """Hops at other servers, not linked yet, for the place of `hops[index]`, which is left.
 
         Args:
@@ -384,27 +381,27 @@ class LinkedHops:
         """
         hop, which = self.hops[index], range(index, index + 1)
         error = hop.progress.error
-        await self._leave(hop, is_doubted)
+        await self._report_and_leave(hop, is_doubted)
         reason: RemoteError | None = None
         if isinstance(error, ProtocolViolation | SuspectOutputs):
             reason = self._not_finite
         elif isinstance(error, CacheFull) or (is_doubted and isinstance(error, RemoteError)):
             reason = error  # if no other server has cache space either, say that, and not that blocks are missing
         avoid = frozenset({hop.peer_id}) if is_doubted else frozenset[str]()
-        contents = self._contents(which, refillable)
+        contents = self._contents(which)
         return await self._opener.find(hop.hop.span, *neighbors_of(self.hops, which), contents, reason, avoid)
 
-    async def _begin_again(self, index: int, refillable: int) -> tuple[range, list[HopSession]]:
+    async def _begin_again(self, index: int) -> tuple[range, list[HopSession]]:
         """New sessions for `hops[index]` and all behind it, which have computed something unknown to this client: at
         the same servers, or at others if these cannot. Returns which hops they replace, and the new ones.
 
         Only this client knows the ids of the new sessions, so what was pushed to the former ones does not reach them.
         """
         which = range(index, len(self.hops))
-        contents = self._contents(which, refillable)
+        contents = self._contents(which)
         if contents.done < contents.history.folded:
             # It was filled by a replay when those behind had not answered all of that: one after the other.
-            contents = self._contents(which := range(index, index + 1), refillable)
+            contents = self._contents(which := range(index, index + 1))
         misled = self.hops[index : which.stop]
         before, after = neighbors_of(self.hops, which)
         for hop in misled:
@@ -418,7 +415,8 @@ class LinkedHops:
     async def _try_same_server(self, hop: HopSession, contents: CacheContents) -> bool:
         """Whether the same server can go on, because only the connection or its memory of the session was lost.
 
-        It gets this chance a few times; then it has to answer a step before it gets another.
+        It gets this chance a few times; then it has to answer a step before it gets another. After a timeout it gets
+        none (`HopProgress.may_be_repaired`).
         """
         progress = hop.progress
         if not progress.may_be_repaired:
@@ -444,7 +442,7 @@ class LinkedHops:
         progress.on_repair_ended((error or failure) if failure is not None else None)
         return failure is None
 
-    async def _leave(self, failed: HopSession, is_doubted: bool = False) -> None:
+    async def _report_and_leave(self, failed: HopSession, is_doubted: bool = False) -> None:
         """Report a server that has failed, and leave it: once, or one that has come back would be kept out again.
 
         Args:
@@ -492,10 +490,10 @@ class LinkedHops:
             return False
         return True
 
-    def _contents(self, which: range, refillable: int) -> CacheContents:
+    def _contents(self, which: range) -> CacheContents:
         """What the caches of some successive hops have to hold together: not more than all of them have answered, or
         their outputs of the steps behind that would never come."""
         hops = self.hops[which.start : which.stop]
         checked = min(checked_up_to(hop) for hop in self.hops[: which.stop])
-        done = min(refillable, hops[0].progress.received, checked, *(hop.progress.replied for hop in hops))
+        done = min(self.refillable, hops[0].progress.received, checked, *(hop.progress.replied for hop in hops))
         return CacheContents(hops[0].history, done, *self._under_way.upcoming(done))

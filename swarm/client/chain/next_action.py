@@ -1,7 +1,9 @@
 """What a chain does next, decided from the progress of its hops. Pure.
 
 A step travels down the chain by itself where servers push to each other. The client acts where something is broken,
-where a push did not happen, and where an answer is overdue.
+where a push did not happen, and where an answer is overdue. A step that came by a push may wait for two deadlines: at
+the first one the client delivers its own copy, because the push may have been lost; at the second, the server is
+overdue.
 
 Several steps may be under way at once if each continues the one before (the chunks of a long prompt). Then the client
 delivers further steps to the first server before it has answered, up to a window, so that all servers work.
@@ -79,9 +81,9 @@ def next_action(
     return WaitUntil(until)
 
 
-def goes_on_alone(following: HopProgress, number: int, newest: int) -> bool:
-    """Whether a step that a hop has just answered goes on by itself: if it was right to wait, and only for the last
-    hop, it still is, until a deadline has passed.
+def is_handed_on(following: HopProgress, number: int, newest: int) -> bool:
+    """Whether a step that a hop has just answered is at the next one already. Then nothing but the time has changed for
+    `next_action`, if only the last hop is waited for.
 
     Args:
         following: the hop behind.

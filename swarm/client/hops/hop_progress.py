@@ -64,7 +64,7 @@ class ReplyKind(enum.Enum):
     """What the reply to a step is, judged by the step's number."""
 
     EXPECTED = "expected"
-    LATE = "late"
+    OUTDATED = "outdated"
     """The step was answered before or given up: the reply is ignored."""
     UNKNOWN = "unknown"
     """The server was never to get such a step."""
@@ -77,7 +77,7 @@ class HopClock:
 
     Attributes:
         deadline: when the next answer should have come; infinite if none is awaited.
-        late: when the next answer is later than usual; infinite if none is awaited.
+        late_from: when the next answer begins to be later than usual; infinite if none is awaited.
         timing: what the steps of the newest call took together; None before the first answer.
         slowness: how many times longer than usual the last answer took whose start is known.
         measured: how many answers have told how long the server takes.
@@ -87,7 +87,7 @@ class HopClock:
     """
 
     def __init__(self, timeouts: TimeoutEstimator) -> None:
-        self.deadline = self.late = NO_DEADLINE
+        self.deadline = self.late_from = NO_DEADLINE
         self.timing: HopTiming | None = None
         self.slowness = 1.0
         self.measured = 0
@@ -106,8 +106,8 @@ class HopClock:
         return self._timeouts.refill_seconds(tokens)
 
     def late_at(self, slowness: float) -> float:
-        """`late`, if answers take `slowness` times longer than usual just now."""
-        return self._start + slowness * (self.late - self._start)
+        """`late_from`, if answers take `slowness` times longer than usual just now."""
+        return self._start + slowness * (self.late_from - self._start)
 
     def waited(self, now: float) -> float:
         """Seconds since the first step under way became the server's next one."""
@@ -116,7 +116,7 @@ class HopClock:
     def excuse(self, seconds: float) -> None:
         """This client itself stood still for so long: that is not the server's time."""
         self._start += seconds
-        self.late += seconds
+        self.late_from += seconds
         self.deadline += seconds
 
     def on_expected(self, now: float) -> None:
@@ -133,7 +133,7 @@ class HopClock:
         if number == first:
             self._start, self._timed_step = now, number
         self.deadline = self._start + self._timeouts.timeout(tokens)
-        self.late = self._start + self._timeouts.late_after(first_tokens if first_tokens is not None else tokens)
+        self.late_from = self._start + self._timeouts.late_after(first_tokens if first_tokens is not None else tokens)
 
     def on_reply(
         self, number: int, tokens: int, compute_seconds: float, continues: bool, now: float, full: bool = True
@@ -154,7 +154,7 @@ class HopClock:
             self.timing = HopTiming(self.timing.total + seconds, self.timing.compute + compute_seconds)
         else:
             self.timing = HopTiming(seconds, compute_seconds)
-        self.deadline = self.late = NO_DEADLINE
+        self.deadline = self.late_from = NO_DEADLINE
         self._start = now
 
     def take_measured(self) -> tuple[float, int] | None:
@@ -164,7 +164,7 @@ class HopClock:
 
     def stop(self) -> None:
         """Nothing is under way."""
-        self.deadline = self.late = NO_DEADLINE
+        self.deadline = self.late_from = NO_DEADLINE
 
 
 class HopProgress:
@@ -247,7 +247,7 @@ class HopProgress:
         if number in self._expected:
             return ReplyKind.EXPECTED
         is_past = number <= max(self.replied, self._newest, self.catch_up_to) or number in self._void
-        return ReplyKind.LATE if is_past else ReplyKind.UNKNOWN
+        return ReplyKind.OUTDATED if is_past else ReplyKind.UNKNOWN
 
     def is_handed(self, number: int) -> bool:
         """Whether the server has the step, or the step is on its way there."""
@@ -300,7 +300,8 @@ class HopProgress:
         self._expected[number] = outputs
         if not is_newest:
             self._expected = dict(sorted(self._expected.items()))
-        self.clock.on_expected(now)
+        if len(self._expected) == 1:
+            self.clock.on_expected(now)
 
     def on_input_received(self, number: int) -> None:
         """The input of a step has come to this client."""
@@ -362,7 +363,7 @@ class HopProgress:
 
     def on_refused(self, error: RemoteError, number: int | None) -> None:
         """The server refuses a step; None if it does not say which."""
-        if number is not None and self.classify_reply(number) is ReplyKind.LATE:
+        if number is not None and self.classify_reply(number) is ReplyKind.OUTDATED:
             return
         if isinstance(error, ServerClosing) and number is None:
             self.leaving = error

@@ -138,7 +138,7 @@ class HopSession:
 
     @property
     def is_sound(self) -> bool:
-        """Whether it goes on with what it has."""
+        """Whether it has neither failed nor been misled."""
         return not self.misled and self.progress.error is None
 
     async def open(self) -> int:
@@ -321,7 +321,7 @@ class HopSession:
     def _on_step_reply(self, reply: messages.StepReply, payload: bytes | memoryview) -> bool:
         """Whether it was the awaited answer to a step, so that the chain has heard of it."""
         kind = self.progress.classify_reply(reply.step)
-        if not self.is_sound or kind is ReplyKind.LATE:  # the outputs of a hop that failed are handed on by nobody
+        if not self.is_sound or kind is ReplyKind.OUTDATED:  # the outputs of a hop that failed are handed on by nobody
             return False
         if kind is ReplyKind.UNKNOWN:
             self._doubt(unexpected_reply(self.hop, reply))

@@ -28,7 +28,8 @@ class HopLost:
     Attributes:
         peer_id: the server.
         span: the blocks that it computed.
-        reason: the code of the error, see `swarm.errors.RemoteError`.
+        reason: the code of the error, see `swarm.errors.RemoteError`; "late" or "slow" if others took its place before
+            it failed.
     """
 
     peer_id: str
@@ -69,7 +70,7 @@ class PeerAvoided:
 
     Attributes:
         peer_id: the server.
-        reason: a value of `swarm.routing.peer_health.Failure`.
+        reason: a value of `swarm.routing.peer_health.PeerFailure`.
     """
 
     peer_id: str

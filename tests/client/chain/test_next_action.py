@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swarm.client.chain.next_action import Action, Deliver, Finished, Repair, WaitUntil, goes_on_alone, next_action
+from swarm.client.chain.next_action import Action, Deliver, Finished, Repair, WaitUntil, is_handed_on, next_action
 from swarm.errors import PeerLost
 
 INF = float("inf")
@@ -254,7 +254,7 @@ class Play:
     def need_not_look(self, following: Server, number: int) -> None:
         """Where a step goes on alone, there is nothing to do but to wait for the first deadline."""
         deadline = min(hop.deadline for hop in self.hops)
-        if goes_on_alone(following, number, self.live[-1]) and deadline > self.now:
+        if is_handed_on(following, number, self.live[-1]) and deadline > self.now:
             assert self.looks() == WaitUntil(deadline)
             self.alone += 1
 

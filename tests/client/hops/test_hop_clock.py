@@ -69,18 +69,18 @@ def test_answers_to_tokens_that_left_say_nothing_about_those_that_did_not():
 
 def test_an_answer_is_late_when_its_usual_time_is_over():
     one = clock()
-    assert one.late == NO_DEADLINE
+    assert one.late_from == NO_DEADLINE
     for number in range(100):
         one.on_handed(number, number, 1, 10.0 * number)
         one.on_reply(number, 1, 0.5, False, 10.0 * number + 0.5)
     assert (one.measured, one.take_measured(), one.take_measured()) == (100, (0.5, 1), None)
     assert one.slowness == pytest.approx(1.0, rel=0.01)
     one.on_handed(100, 100, 1, now=1000.0)
-    assert one.late == pytest.approx(1000.5, rel=1e-5)
+    assert one.late_from == pytest.approx(1000.5, rel=1e-5)
     assert one.late_at(4.0) == pytest.approx(1002.0, rel=1e-5)
     assert one.waited(1003.0) == 3.0
     one.on_handed(101, 100, 3, now=1001.0, first_tokens=1)  # one more behind it
-    assert one.late == pytest.approx(1000.5, rel=1e-5)
+    assert one.late_from == pytest.approx(1000.5, rel=1e-5)
     one.on_reply(100, 1, 0.5, False, 1002.0)
     assert one.slowness == pytest.approx(4.0, rel=0.01)
 
@@ -88,8 +88,8 @@ def test_an_answer_is_late_when_its_usual_time_is_over():
 def test_time_in_which_the_client_stood_still_does_not_count():
     one = clock()
     one.on_handed(0, 0, 1, now=0.0)
-    late, deadline = one.late, one.deadline
+    late, deadline = one.late_from, one.deadline
     one.excuse(100.0)
-    assert (one.late, one.deadline) == pytest.approx((late + 100, deadline + 100))
+    assert (one.late_from, one.deadline) == pytest.approx((late + 100, deadline + 100))
     one.on_reply(0, 1, 0.5, False, 101.0)
     assert one.take_measured() == (1.0, 1)

@@ -56,13 +56,26 @@ def answer(progress: HopProgress, number: int, now: float = 1.0) -> bool:
     return progress.on_reply(number, 0.01, False, now)
 
 
+def test_a_step_that_begins_behind_another_does_not_excuse_that():
+    """Else a client that keeps several steps under way would never find a server late."""
+    progress = hop(0)
+    deliver(progress, 0)
+    deadline, waited = progress.deadline, progress.clock.waited(5.0)
+    progress.on_expected(1, ONE_TOKEN, 4.0)
+    assert progress.clock.waited(5.0) == waited
+    deliver(progress, 1, now=4.0)
+    assert progress.deadline - deadline < 1.0
+    answer(progress, 0, now=6.0)
+    assert progress.clock.waited(6.0) == 0.0
+
+
 def test_giving_up_and_going_on_is_an_ordinary_transition():
     progress = hop(0, 1, 2)
     deliver(progress, 0, 1, 2)
     progress.on_given_up(after=0, copied_rows=False)
     assert progress.expected == [0]
     assert not progress.stale
-    assert progress.classify_reply(1) is ReplyKind.LATE
+    assert progress.classify_reply(1) is ReplyKind.OUTDATED
     progress.on_refused(NotFinite("no"), 2)
     assert progress.error is None
     progress.on_expected(3, ONE_TOKEN, 0.0)
@@ -240,7 +253,7 @@ class AnyHistory(RuleBasedStateMachine):
         self.progress.on_given_up(after, copied)
         void = [number for number in self.live if number > after]
         self.live = [number for number in self.live if number <= after]
-        assert all(self.progress.classify_reply(number) is ReplyKind.LATE for number in void)
+        assert all(self.progress.classify_reply(number) is ReplyKind.OUTDATED for number in void)
 
     @rule()
     def lose_connection(self) -> None:
