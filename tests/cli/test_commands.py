@@ -26,7 +26,7 @@ OPTIONS = {
         "--relay", "--metrics", "--log-format", "--help",
     },
     "chat": {
-        "model", "--initial-peers", "--membership", "--url", "--system", "--temperature",
+        "model", "--initial-peers", "--membership", "--system", "--temperature",
         "--max-tokens", "--early-exit", "--digests", "--weights-from", "--help",
     },
     "doctor": {

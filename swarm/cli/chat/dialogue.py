@@ -18,12 +18,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from swarm.cli.chat.conversation import (
     COMMANDS,
     AnswerOptions,
-    ChatBackend,
     ChatFailed,
     Conversation,
     InvalidCommand,
@@ -38,6 +37,9 @@ from swarm.cli.chat.conversation import (
 )
 from swarm.common.console import tolerate_missing_characters
 from swarm.errors import SwarmError, UsageError
+
+if TYPE_CHECKING:
+    from swarm.cli.chat.swarm_backend import SwarmBackend
 
 PROMPT = "> "
 CTRL_C = b"\x03"
@@ -180,7 +182,7 @@ class Dialogue:
         system: instructions for the model; "" for none.
     """
 
-    def __init__(self, backend: ChatBackend, terminal: Terminal, options: AnswerOptions, system: str) -> None:
+    def __init__(self, backend: SwarmBackend, terminal: Terminal, options: AnswerOptions, system: str) -> None:
         self.conversation = Conversation(system)
         self._backend = backend
         self._terminal = terminal
