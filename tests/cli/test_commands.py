@@ -54,7 +54,7 @@ OPTIONS = {
     "demo": {"--help"},
     "status": {"models", "--initial-peers", "--membership", "--json", "--watch", "--help"},
     "monitor": {
-        "models", "--initial-peers", "--membership", "--host", "--port", "--history", "--log-format",
+        "models", "--initial-peers", "--membership", "--host", "--port", "--log-format",
         "--help",
     },
     "members": {"--help"},
