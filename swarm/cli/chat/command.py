@@ -57,15 +57,13 @@ def main(
 
     signal.signal(signal.SIGTERM, _exit_on_signal)
     terminal = Terminal()
-    with terminal.conversation():
-        with terminal.working():
-            peers = console.split_addresses(initial_peers)
-            backend = _make_backend(terminal.interactive, model, peers, membership, digests, weights_from)
-        try:
-            options = AnswerOptions(temperature, max_tokens, early_exit)
-            Dialogue(backend, terminal, options, terminal.readable(system, "--system")).run()
-        finally:
-            backend.close()
+    peers = console.split_addresses(initial_peers)
+    backend = _make_backend(terminal.interactive, model, peers, membership, digests, weights_from)
+    try:
+        options = AnswerOptions(temperature, max_tokens, early_exit)
+        Dialogue(backend, terminal, options, terminal.readable(system, "--system")).run()
+    finally:
+        backend.close()
 
 
 def _make_backend(
