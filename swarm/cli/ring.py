@@ -157,14 +157,11 @@ def _chat(ring: Ring) -> None:
     from swarm.cli.chat.dialogue import Dialogue, Terminal
     from swarm.cli.chat.swarm_backend import SwarmBackend
 
-    terminal = Terminal()
-    with terminal.conversation():
-        with terminal.working():
-            backend = SwarmBackend(ring.options.model, **ring.client_options)
-        try:
-            Dialogue(backend, terminal, AnswerOptions(), "").run()
-        finally:
-            backend.close()
+    backend = SwarmBackend(ring.options.model, **ring.client_options)
+    try:
+        Dialogue(backend, Terminal(), AnswerOptions(), "").run()
+    finally:
+        backend.close()
 
 
 def _serve_gateway(ring: Ring, given: Mapping[str, Any]) -> None:

@@ -57,7 +57,7 @@ async def fetch_servers(dht: DhtNode, model: str, blocks: int) -> list[ServerInf
             known = servers.get(info.peer_id)
             if known is None or known[0] < entry.expires:
                 servers[info.peer_id] = (entry.expires, info)
-    best_first = dht.best_first(servers, len(servers))
+    best_first = dht.best_first(servers)
     kept = bounded_picture([servers[peer_id][1] for peer_id in best_first], blocks)
     for info in kept:
         dht.book.learn(info.peer_id, info.whereabouts)

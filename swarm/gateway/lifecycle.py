@@ -91,12 +91,6 @@ async def _serve(
     on_ready: Callable[[str], None],
 ) -> None:
     """Answer requests until SIGINT or SIGTERM."""
-
-    def before_shutdown() -> None:
-        gateway.abort_requests()
-        if poller is not None:
-            poller.end_streams()
-
     url = url_of(listening)
     routes = [_monitor_routes(gateway, poller)] if poller is not None else []
     if poller is not None:
@@ -106,7 +100,9 @@ async def _serve(
         logger.info("Gateway: %s", url)
         logger.info("OpenAI's interface: %sv1", url)
         on_ready(url)
-        await serve_until_signal(make_app(gateway, routes, check_host), listening, MAX_CONNECTIONS, before_shutdown)
+        await serve_until_signal(
+            make_app(gateway, routes, check_host), listening, MAX_CONNECTIONS, gateway.abort_requests
+        )
     finally:
         for task in tasks:
             task.cancel()

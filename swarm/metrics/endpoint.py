@@ -1,7 +1,6 @@
 """Serves `/metrics` for Prometheus over HTTP, for programs without a web server of their own.
 
-It runs in threads beside the program: at most `MAX_CONNECTIONS` at once, each for at most `CONNECTION_TIMEOUT_S`, so
-that clients can neither slow the program down nor block the endpoint.
+It is Prometheus' own application in threads beside the program, at most `MAX_CONNECTIONS` at once.
 """
 
 from __future__ import annotations
@@ -11,24 +10,21 @@ import ipaddress
 import logging
 import socket
 import threading
-import time
-from contextlib import suppress
 from dataclasses import dataclass
-from http import HTTPStatus
-from http.server import BaseHTTPRequestHandler
-from socketserver import ThreadingTCPServer
+from socketserver import ThreadingMixIn
 from typing import Any
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
+
+from prometheus_client import make_wsgi_app
 
 from swarm.errors import AddressUnavailable, InvalidOption
-from swarm.metrics.registry import Registry, encode_metrics
+from swarm.metrics.registry import Registry
 
 logger = logging.getLogger(__name__)
 
 MAX_CONNECTIONS = 8
-CONNECTION_TIMEOUT_S = 10.0
-
-TIMEOUT_CHECK_PERIOD_S = 0.2
-"""Time between checks for connections that have been open for too long."""
+SILENCE_TIMEOUT_S = 10.0
+"""How long a client may send nothing."""
 
 LOOPBACK = "127.0.0.1"
 
@@ -86,9 +82,7 @@ class MetricsEndpoint:
                 f"--metrics: cannot listen on {address}: {why}; choose another port, or 0 for any free one"
             ) from None
         self.address = MetricsAddress(address.host, self._server.server_address[1])
-        self._thread = threading.Thread(
-            target=self._server.serve_forever, args=(TIMEOUT_CHECK_PERIOD_S,), name="swarm-metrics", daemon=True
-        )
+        self._thread = threading.Thread(target=self._server.serve_forever, name="swarm-metrics", daemon=True)
         self._thread.start()
         logger.info("Metrics: %s", self.url)
 
@@ -98,71 +92,41 @@ class MetricsEndpoint:
         return f"http://{self.address}/metrics"
 
     def close(self) -> None:
-        """Stop listening and close all connections."""
+        """Stop listening."""
         self._server.shutdown()
         self._server.server_close()
-        self._server.close_connections(older_than=0.0)
         self._thread.join()
 
 
-class _MetricsServer(ThreadingTCPServer):
-    """One thread per connection. Connections beyond the limit, or open for too long, are closed."""
+class _MetricsServer(ThreadingMixIn, WSGIServer):
+    """One thread per connection; connections beyond the limit are closed."""
 
-    allow_reuse_address = True
     daemon_threads = True
 
     def __init__(self, registry: Registry, address: MetricsAddress) -> None:
         self.address_family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
-        self.registry = registry
-        self._opened_at: dict[Any, float] = {}
-        super().__init__((address.host, address.port), _MetricsRequestHandler)
+        self._room = threading.BoundedSemaphore(MAX_CONNECTIONS)
+        super().__init__((address.host, address.port), _QuietRequestHandler)
+        self.set_app(make_wsgi_app(registry))
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        if len(self._opened_at) >= MAX_CONNECTIONS:
+        if self._room.acquire(blocking=False):
+            super().process_request(request, client_address)
+        else:
             self.shutdown_request(request)
-            return
-        self._opened_at[request] = time.monotonic()
-        super().process_request(request, client_address)
 
-    def shutdown_request(self, request: Any) -> None:
-        self._opened_at.pop(request, None)
-        super().shutdown_request(request)
-
-    def service_actions(self) -> None:
-        self.close_connections(older_than=CONNECTION_TIMEOUT_S)
-
-    def close_connections(self, older_than: float) -> None:
-        """Close the connections that have been open for so many seconds, which ends their threads."""
-        now = time.monotonic()
-        for request, opened_at in list(self._opened_at.items()):
-            if now - opened_at >= older_than:
-                with suppress(OSError):  # the client has closed it already
-                    request.shutdown(socket.SHUT_RDWR)
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._room.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         logger.debug("a request for metrics failed", exc_info=True)
 
 
-class _MetricsRequestHandler(BaseHTTPRequestHandler):
-    server: _MetricsServer
-
-    def do_GET(self) -> None:
-        if self.path.partition("?")[0] == "/metrics":
-            self._send(HTTPStatus.OK, *encode_metrics(self.server.registry))
-        else:
-            self._send(
-                HTTPStatus.NOT_FOUND, b"Not found. This endpoint serves /metrics only.\n", "text/plain; charset=utf-8"
-            )
-
-    def _send(self, status: HTTPStatus, body: bytes, content_type: str) -> None:
-        self.send_response(status)
-        self.send_header("Content-Type", content_type)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def version_string(self) -> str:
-        return "swarm"
+class _QuietRequestHandler(WSGIRequestHandler):
+    timeout = SILENCE_TIMEOUT_S
 
     def log_message(self, format: str, *args: Any) -> None:
         """Do not log requests."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import socket
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
@@ -27,11 +26,6 @@ MAX_CONNECTIONS = 512
 @console.membership_option
 @click.option("--host", default="127.0.0.1", help="Address to listen on; 0.0.0.0 makes the page public.")
 @click.option("--port", type=click.IntRange(0, 65535), default=8081, help="0 takes any free port.")
-@click.option(
-    "--history",
-    type=click.Path(dir_okay=False, path_type=Path),
-    help="File that keeps the history across restarts.",
-)
 @console.log_format_option
 @console.errors_to_exit_codes
 def main(
@@ -40,7 +34,6 @@ def main(
     membership: str | None,
     host: str,
     port: int,
-    history: Path | None,
     log_format: str,
 ) -> None:
     """Serve a page that shows a swarm: its models, which servers hold which blocks, missing blocks, and a history.
@@ -63,7 +56,7 @@ def main(
 
     console.configure_logging(log_format)
     quiet_hivemind()
-    poller = SwarmPoller(parse_peers(peers), models, history=history, membership=read_invite(membership))
+    poller = SwarmPoller(parse_peers(peers), models, membership=read_invite(membership))
     with listen(host, port) as listening:
         uvloop.run(_serve(poller, listening))
 
@@ -78,8 +71,7 @@ async def _serve(poller: SwarmPoller, listening: socket.socket) -> None:
     await poller.start()
     try:
         logger.info("Monitor: %s", url_of(listening))
-        # End the streams first, or the server would wait for their clients.
-        await serve_until_signal(Starlette(routes=make_routes(poller)), listening, MAX_CONNECTIONS, poller.end_streams)
+        await serve_until_signal(Starlette(routes=make_routes(poller)), listening, MAX_CONNECTIONS)
     finally:
         await poller.stop()
 

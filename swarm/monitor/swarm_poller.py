@@ -1,4 +1,4 @@
-"""Reads the swarm's state from its DHT again and again, and publishes it to requests and streams."""
+"""Reads the swarm's state from its DHT again and again, and keeps it for requests."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Protocol
 
 import msgspec
@@ -195,15 +194,11 @@ IDLE_AFTER_S = 120.0
 MODEL_RETENTION_S = 3600.0
 """Time for which a model is shown after its last server is gone."""
 
-WRITE_PERIOD_S = 300.0
-"""Time between writes of the history's file."""
-
 
 @dataclass(frozen=True, slots=True)
 class PublishedView:
-    """The latest view. `number` counts up; `data` is the view as JSON."""
+    """The latest view; `data` is the same as JSON."""
 
-    number: int
     view: SwarmView
     data: bytes
 
@@ -215,10 +210,12 @@ class SwarmPoller:
         initial_peers: addresses of peers of the swarm.
         models: names of the models to show; empty for all.
         period: seconds between polls while clients are watching.
-        history: file that keeps the history across restarts; None for no file.
         source: where to read the state; by default the swarm of the initial peers.
         membership: this peer's invite to a private swarm; None for an open swarm.
         now: returns the Unix time in seconds.
+
+    Attributes:
+        latest: None until `was_read` is set.
     """
 
     def __init__(
@@ -226,27 +223,23 @@ class SwarmPoller:
         initial_peers: tuple[str, ...],
         models: Sequence[str] = (),
         period: float = PERIOD_S,
-        history: Path | None = None,
         source: SwarmSource | None = None,
         membership: Invite | None = None,
         now: Callable[[], float] = time.time,
     ) -> None:
-        self.history = SwarmHistory.read(history, now()) if history is not None else SwarmHistory()
+        self.history = SwarmHistory()
         self.latest: PublishedView | None = None
+        self.was_read = asyncio.Event()
         self._source = source or DhtSource(initial_peers, models, membership)
         # A reader of the page may be on another machine, where loopback addresses are of no use.
         self._addresses = tuple(address for address in initial_peers if not is_loopback([address]))
         self._period = period
-        self._file = history
         self._now = now
         self._remembered: dict[str, tuple[ModelInfo, float]] = {}
         self._round_trips: dict[str, float] = {}
         self._asked = self._looked = time.monotonic()
         self._failures = 0
-        self._written = time.monotonic()
         self._wanted = asyncio.Event()
-        self._changed = asyncio.Event()
-        self._closing = False
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -254,31 +247,18 @@ class SwarmPoller:
         self._task = asyncio.create_task(self._run())
 
     async def stop(self) -> None:
-        """End all streams, write the history, and leave the swarm."""
-        self.end_streams()
+        """Leave the swarm."""
         if self._task is not None:
             self._task.cancel()
             with suppress(asyncio.CancelledError):
                 await self._task
-        await self._write()
         await self._source.close()
-
-    def end_streams(self) -> None:
-        """End all streams and accept no new ones, so that the web server can stop."""
-        self._closing = True
-        self._notify()
 
     def request_update(self) -> None:
         """Note a client's interest: poll often for a while, and at once if the last poll is old."""
         self._asked = time.monotonic()
         if self._asked - self._looked > self._period:
             self._wanted.set()
-
-    async def wait_for_newer(self, number: int) -> PublishedView | None:
-        """Wait for a view with a higher number. Returns None when the poller stops."""
-        while not self._closing and (self.latest is None or self.latest.number <= number):
-            await self._changed.wait()
-        return None if self._closing else self.latest
 
     async def _run(self) -> None:
         while True:
@@ -291,8 +271,6 @@ class SwarmPoller:
                 problem = str(error) if isinstance(error, SwarmError) else f"reading the swarm failed: {error!r}"
                 logger.warning("%s; trying again", problem)
                 self._publish(self._with_problem(problem))
-            if time.monotonic() - self._written > WRITE_PERIOD_S:
-                await self._write()
             self._looked = time.monotonic()
             self._wanted.clear()
             with suppress(TimeoutError):
@@ -333,22 +311,8 @@ class SwarmPoller:
         return max(self._period, IDLE_PERIOD_S if idle else min(self._period * 2**self._failures, IDLE_PERIOD_S))
 
     def _publish(self, view: SwarmView) -> None:
-        number = self.latest.number + 1 if self.latest is not None else 1
-        self.latest = PublishedView(number, view, msgspec.json.encode(view))
-        self._notify()
-
-    def _notify(self) -> None:
-        changed, self._changed = self._changed, asyncio.Event()
-        changed.set()
-
-    async def _write(self) -> None:
-        self._written = time.monotonic()
-        if self._file is None:
-            return
-        try:
-            await asyncio.to_thread(self.history.write, self._file)
-        except OSError as error:
-            logger.warning("the history was not written to %s: %s", self._file, error.strerror)
+        self.latest = PublishedView(view, msgspec.json.encode(view))
+        self.was_read.set()
 
 
 async def poll_once(source: SwarmSource, addresses: Sequence[str], period: float) -> SwarmView:

@@ -114,9 +114,10 @@ class CheckpointParts:
         one = self.checkpoint
         return ModelManifest(one.name, one.revision, one.blocks, found)
 
-    def chunk_digests(self, part: str, item: int) -> bytes:
-        """The digests of an item's chunks, one behind the other. Raises `CheckpointError`."""
-        return self._part(part, lambda size: None).chunk_digests[item]
+    def chunk_digests(self, part: str) -> bytes:
+        """The digests of the chunks of all items that have several, one behind the other. Raises `CheckpointError`."""
+        kept = self._part(part, lambda size: None)
+        return b"".join(one for item, one in zip(kept.items, kept.chunk_digests, strict=True) if item.chunks > 1)
 
     def read(self, part: str, item: int, chunk: int) -> bytes:
         """One chunk of a part. Raises `CheckpointError` if its files have changed since, or cannot be read."""

@@ -2,7 +2,7 @@
 
 Each peer that shares parts gets a stream and a few requests at a time; whichever is quicker gets more. A chunk that did
 not come, or is not right, is asked for elsewhere. A peer that sends a wrong chunk is asked for nothing more. Read
-`_Fetch` first: `HolderChoice` says which peers are asked, `ChunkPipeline` for how many chunks at once.
+`_Fetch` first: `HolderChoice` says which peers are asked.
 """
 
 from __future__ import annotations
@@ -113,53 +113,14 @@ class HolderChoice:
         return silent if untried or len(silent) < len(silent_s) else ()
 
 
-MIN_WINDOW, MAX_WINDOW = 2, 8
-"""Chunks that are under way from one peer: those that it sends in `WINDOW_S`, within these bounds. The lower bound
-covers a round trip of 80 ms on a link of 100 Mbit/s, the upper one of 60 ms on 1 Gbit/s."""
-
-WINDOW_S = 0.5
-
-
-class ChunkPipeline:
-    """The chunks that one peer was asked for, and how many these may be. Errors are those of `HolderStream`.
-
-    Attributes:
-        asked: those that have not come, in order.
-        window: how many these may be now.
-    """
-
-    def __init__(self, stream: HolderStream) -> None:
-        self.asked: deque[Chunk] = deque()
-        self.window = MIN_WINDOW
-        self._stream = stream
-        self._received_at = time.monotonic()
-
-    async def ask(self, chunk: Chunk) -> None:
-        """Ask for a chunk, behind those that are under way."""
-        if not self.asked:
-            self._received_at = time.monotonic()
-        self.asked.append(chunk)
-        await self._stream.ask(chunk)
-
-    async def receive(self) -> tuple[Chunk, bytes | memoryview]:
-        """The chunk that was asked for first, and what came for it."""
-        data = await self._stream.receive(self.asked[0])
-        now = time.monotonic()
-        self.window = next_window(self.window, now - self._received_at)
-        self._received_at = now
-        return self.asked.popleft(), data
-
-
-def next_window(window: int, seconds: float) -> int:
-    """How many chunks may be under way after one took so long; one more or fewer than before. Pure."""
-    wanted = WINDOW_S / max(seconds, 1e-6)
-    return min(MAX_WINDOW, window + 1) if wanted > window else max(MIN_WINDOW, window - 1)
-
+WINDOW = 4
+"""Chunks that are under way from one peer. They cover a round trip of 320 ms on a link of 100 Mbit/s, and of 32 ms on
+1 Gbit/s."""
 
 MAX_HOLDERS = 4
 """Peers that are asked at the same time."""
 
-NEXT_PART_CHUNKS = 2 * MAX_WINDOW
+NEXT_PART_CHUNKS = 2 * WINDOW
 """With fewer chunks than that to ask a peer for, the next part is begun, so that no round trip is waited for."""
 
 NO_PROGRESS_S = 90.0
@@ -327,7 +288,7 @@ class _Fetch:
         offered = offers(found.digests, self._store.digests)
         if not self._has_more_for(offered):
             raise WeightsNotShared(f"peer …{stream.peer_id[-6:]} shares none of the parts that are missing")
-        pipeline = ChunkPipeline(stream)
+        asked: deque[Chunk] = deque()  # and not received, in order
         beginning: asyncio.Task[None] | None = None
         try:
             while True:
@@ -336,11 +297,12 @@ class _Fetch:
                     beginning = None
                 if beginning is None and self._next_part(offered) is not None:
                     beginning = asyncio.create_task(self._begin_next(stream, offered))
-                while len(pipeline.asked) < pipeline.window and (chunk := self._take(offered)) is not None:
-                    await pipeline.ask(chunk)
-                if pipeline.asked:
-                    chunk, data = await pipeline.receive()
-                    await self._accept(stream, chunk, data)
+                while len(asked) < WINDOW and (chunk := self._take(offered)) is not None:
+                    asked.append(chunk)
+                    await stream.ask(chunk)
+                if asked:
+                    data = await stream.receive(asked[0])
+                    await self._accept(stream, asked.popleft(), data)
                 elif beginning is not None:
                     await asyncio.wait((beginning,))
                 elif not self._has_more_for(offered):
@@ -356,7 +318,7 @@ class _Fetch:
             if beginning is not None:
                 beginning.cancel()
                 await asyncio.gather(beginning, return_exceptions=True)
-            self._queue.extendleft(reversed(pipeline.asked))
+            self._queue.extendleft(reversed(asked))
             self._news.set()
 
     def _next_part(self, offered: frozenset[str]) -> str | None:

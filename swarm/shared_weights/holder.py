@@ -198,10 +198,10 @@ def _read(
     manifest = parts.manifest(request.part)
     if isinstance(request, messages.GetManifest):
         return manifest.encoded
+    if isinstance(request, messages.GetChunkDigests):
+        return parts.chunk_digests(request.part)
     if request.item >= len(manifest.items):
         raise RequestRefused(f"part {request.part} has {len(manifest.items)} items, none has number {request.item}")
-    if isinstance(request, messages.GetChunkDigests):
-        return parts.chunk_digests(request.part, request.item)
     item = manifest.items[request.item]
     if request.chunk >= item.chunks:
         raise RequestRefused(f"{item.name} has {item.chunks} chunks, none has number {request.chunk}")

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 from swarm.errors import PeerTimeout, ProtocolViolation, RemoteError, remote_error
 from swarm.protocol import messages
@@ -15,7 +16,6 @@ from swarm.protocol.framing import Frame
 from swarm.shared_weights.manifest import (
     DIGEST_BYTES,
     MAX_MANIFEST_BYTES,
-    Item,
     PartManifest,
     is_part,
     item_digest,
@@ -28,9 +28,6 @@ ANSWER_TIMEOUT_S = 60.0
 
 FIND_TIMEOUT_S = 30.0
 """For the first answer, which is small, and tells a peer that shares something from one that only says so."""
-
-MAX_QUESTIONS = 16
-"""Small requests under way at once: so many that no round trip is waited for, so few that buffers hold the answers."""
 
 
 @dataclass(frozen=True)
@@ -87,26 +84,18 @@ class HolderStream:
 
     async def chunk_digests(self, part: str, manifest: PartManifest) -> list[bytes]:
         """The digests of the chunks of each item, checked against the items'; empty for items of one chunk."""
-        found = [b""] * len(manifest.items)
-        asked: deque[tuple[int, _Turn]] = deque()
-
-        async def receive() -> None:
-            number, turn = asked.popleft()
-            found[number] = await self._checked_digests(turn, manifest.items[number])
-
-        try:
-            for number, item in enumerate(manifest.items):
-                if item.chunks <= 1:
-                    continue
-                if len(asked) >= MAX_QUESTIONS:
-                    await receive()
-                asked.append((number, await self._send(messages.GetChunkDigests(part, number))))
-            while asked:
-                await receive()
-        finally:
-            for _, turn in asked:  # else a chunk behind them would be waited for without end
-                turn.ended.set()
-        return found
+        sizes = [item.chunks * DIGEST_BYTES if item.chunks > 1 else 0 for item in manifest.items]
+        if not any(sizes):
+            return [b""] * len(sizes)
+        turn = await self._send(messages.GetChunkDigests(part))
+        with self._noting_failure():
+            data = bytes(await self._data(turn, sum(sizes)))
+            ends = list(accumulate(sizes))
+            found = [data[end - size : end] for size, end in zip(sizes, ends, strict=True)]
+            for item, size, digests in zip(manifest.items, sizes, found, strict=True):
+                if len(digests) != size or (size and item_digest(digests) != item.digest):
+                    raise ProtocolViolation(f"peer …{self.peer_id[-6:]} sent wrong digests of {item.name[:64]}")
+            return found
 
     async def ask(self, chunk: Chunk) -> None:
         """Ask for a chunk; several may be asked for before the first is received."""
@@ -122,13 +111,6 @@ class HolderStream:
     def close(self) -> None:
         """End the stream, also where answers are under way."""
         self._stream.abort()
-
-    async def _checked_digests(self, turn: _Turn, item: Item) -> bytes:
-        with self._noting_failure():
-            digests = bytes(await self._data(turn, item.chunks * DIGEST_BYTES))
-            if len(digests) != item.chunks * DIGEST_BYTES or item_digest(digests) != item.digest:
-                raise ProtocolViolation(f"peer …{self.peer_id[-6:]} sent wrong digests of {item.name[:64]}")
-            return digests
 
     async def _data(self, turn: _Turn, max_bytes: int) -> memoryview | bytes:
         with self._noting_failure():

@@ -26,7 +26,7 @@ OPTIONS = {
         "--relay", "--metrics", "--log-format", "--help",
     },
     "chat": {
-        "model", "--initial-peers", "--membership", "--url", "--system", "--temperature",
+        "model", "--initial-peers", "--membership", "--system", "--temperature",
         "--max-tokens", "--early-exit", "--digests", "--weights-from", "--help",
     },
     "doctor": {
@@ -54,7 +54,7 @@ OPTIONS = {
     "demo": {"--help"},
     "status": {"models", "--initial-peers", "--membership", "--json", "--watch", "--help"},
     "monitor": {
-        "models", "--initial-peers", "--membership", "--host", "--port", "--history", "--log-format",
+        "models", "--initial-peers", "--membership", "--host", "--port", "--log-format",
         "--help",
     },
     "members": {"--help"},

@@ -225,7 +225,7 @@ def _weights_request(random: random.Random, blocks: int) -> Any:
     return random.choice(
         (
             *(messages.GetChunk(part, item, chunk),) * 4,
-            *(messages.GetChunkDigests(part, item), messages.GetManifest(part), messages.FindParts("another", "")),
+            *(messages.GetChunkDigests(part), messages.GetManifest(part), messages.FindParts("another", "")),
             *(messages.PartsFound("main", blocks, {"0": bytes(32)}), messages.PartData()),
             *(messages.Refusal("request_refused", "no", 1), messages.InfoRequest()),
         )

@@ -40,7 +40,7 @@ def ask(one: MetricsEndpoint, path: str = "/metrics") -> tuple[int, str]:
     """Status and body."""
     try:
         with urllib.request.urlopen(f"http://{one.address}{path}", timeout=PATIENCE) as answer:
-            assert answer.headers["Content-Type"] == "text/plain; version=0.0.4; charset=utf-8"
+            assert answer.headers["Content-Type"].startswith("text/plain; version=")
             return answer.status, answer.read().decode()
     except urllib.error.HTTPError as error:
         with error:
@@ -48,7 +48,7 @@ def ask(one: MetricsEndpoint, path: str = "/metrics") -> tuple[int, str]:
 
 
 def test_prometheus_reads_it(served: MetricsEndpoint) -> None:
-    for path in ["/metrics", "/metrics?name[]=up"]:
+    for path in ["/metrics", "/metrics?name[]=swarm_server_sessions_opened_total"]:
         status, body = ask(served, path)
         assert status == 200
         assert value(parse(body), "swarm_server_sessions_opened_total") == 1
@@ -57,7 +57,7 @@ def test_prometheus_reads_it(served: MetricsEndpoint) -> None:
 
 def test_bad_requests_have_an_answer(served: MetricsEndpoint) -> None:
     for sent, status in [
-        (b"POST /metrics HTTP/1.1\r\nContent-Length: 0\r\n\r\n", b"501"),
+        (b"POST /metrics HTTP/1.1\r\nContent-Length: 0\r\n\r\n", b"405"),
         (b"GET /" + b"x" * 70_000 + b" HTTP/1.1\r\n\r\n", b"414"),
         (b"GET /metrics HTTP/1.1\r\n" + b"X: y\r\n" * 200 + b"\r\n", b"431"),
         (b"\x00\xff garbage\r\n\r\n", b"400"),
@@ -71,14 +71,13 @@ def test_bad_requests_have_an_answer(served: MetricsEndpoint) -> None:
 def test_silent_connections_are_ended_and_no_more_than_some_are_kept(
     served: MetricsEndpoint, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setattr(endpoint._QuietRequestHandler, "timeout", 1.0)
     silent = [connect(served) for _ in range(endpoint.MAX_CONNECTIONS)]
     with connect(served) as one_too_many:
         assert one_too_many.recv(1) == b""
-    monkeypatch.setattr(endpoint, "CONNECTION_TIMEOUT_S", 0.0)
     for client in silent:
         assert client.recv(1) == b""
         client.close()
-    monkeypatch.undo()
     until_answered(served)
     assert capfd.readouterr().err == ""
 

@@ -7,7 +7,6 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
 import uvicorn
 from starlette.applications import Starlette
@@ -30,7 +29,7 @@ class Monitor:
 
 @contextmanager
 def serve(
-    swarm: DescribedSwarm, history: Path | None = None, mounted: str = "", period: float = 0.1,
+    swarm: DescribedSwarm, mounted: str = "", period: float = 0.1,
     now: Callable[[], float] | None = None,
 ) -> Iterator[Monitor]:  # fmt: skip
     """Serve at `mounted` until the end of the block."""
@@ -39,9 +38,7 @@ def serve(
 
     async def work(listening) -> None:
         clock = {"now": now} if now is not None else {}
-        poller = SwarmPoller(
-            ("/ip4/127.0.0.1/tcp/1/p2p/QmPeer",), period=period, history=history, source=swarm, **clock
-        )
+        poller = SwarmPoller(("/ip4/127.0.0.1/tcp/1/p2p/QmPeer",), period=period, source=swarm, **clock)
         routes = make_routes(poller)
         app = Starlette(routes=[Mount(mounted, routes=routes)] if mounted else routes)
         server = uvicorn.Server(uvicorn.Config(app, lifespan="off", log_config=None, timeout_graceful_shutdown=2))
@@ -58,7 +55,6 @@ def serve(
         poller, server = running[0]
 
         def leave() -> None:
-            poller.end_streams()
             server.should_exit = True
 
         try:

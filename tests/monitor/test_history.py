@@ -1,14 +1,9 @@
 from __future__ import annotations
 
-import json
-
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarm.errors import UsageError
 from swarm.monitor.history import (
-    FILE_FORMAT,
     MAX_MODELS,
     MAX_POINTS,
     POINT_INTERVAL_S,
@@ -68,41 +63,3 @@ def test_memory_is_bounded_over_time_and_models():
     assert f"org/model{MAX_MODELS + 9}" in history.models
     history.record(poll(late + 2 * RETENTION_S, name="org/new"))
     assert set(history.models) == {"org/new"}
-
-
-def test_a_file_survives_a_restart(tmp_path):
-    path = tmp_path / "history.json"
-    history = SwarmHistory()
-    for number in range(5):
-        history.record(poll(NOW + number * POINT_INTERVAL_S, servers=number + 1))
-    history.write(path)
-    assert SwarmHistory.read(path, NOW + 4 * POINT_INTERVAL_S).models == history.models
-    assert points(SwarmHistory.read(path, NOW + RETENTION_S + 2.5 * POINT_INTERVAL_S)) == points(history)[3:]
-    # Points of the future come from another clock.
-    assert points(SwarmHistory.read(path, NOW + POINT_INTERVAL_S)) == points(history)[:2]
-    assert [entry.name for entry in tmp_path.iterdir()] == ["history.json"]
-
-
-def file(**changes: object) -> bytes:
-    track = {"blocks": 4, "points": [[NOW, 1, 2.0, 4]]}
-    return json.dumps({"format": FILE_FORMAT, "models": {"org/model": track}} | changes).encode()
-
-
-def test_a_file_of_another_kind_is_refused_and_left_alone(tmp_path):
-    for content in [
-        b"",
-        b"my thesis",
-        b"[" * 100_000,
-        file(format="another"),
-        file(models={"m": {"blocks": 0, "points": []}}),
-        file(models={"m": {"blocks": 4, "points": [[NOW, 1, -2.0, 4]]}}),
-        file(models={"m": {"blocks": 4, "points": [["now", 1, 2.0, 4]]}}),
-        file(models={"m": {"blocks": 4, "points": [[NOW, 1, 2.0, 4]] * (MAX_POINTS + 1)}}),
-        file(models={f"m{n}": {"blocks": 4, "points": []} for n in range(MAX_MODELS + 1)}),
-        file().replace(b"2.0", b"NaN"),
-    ]:
-        path = tmp_path / "history.json"
-        path.write_bytes(content)
-        with pytest.raises(UsageError, match=r"not a monitor's history.*another file"):
-            SwarmHistory.read(path, NOW)
-        assert path.read_bytes() == content

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 
 import httpx
@@ -40,39 +39,6 @@ def test_the_history_as_json(monitor: Monitor) -> None:
     assert len(track["time"]) == len(track["servers"]) == len(track["throughput"]) == len(track["covered"]) >= 1
     assert (track["servers"][0], track["throughput"][0], track["covered"][0]) == (1, 0.25, 4)
     assert httpx.get(f"{monitor.url}api/v1/history?model=org/other").json()["models"] == {}
-
-
-def events(reply: httpx.Response) -> Iterator[str]:
-    return (line for line in reply.iter_lines() if line)
-
-
-def test_the_stream_tells_of_every_change(monitor: Monitor) -> None:
-    with httpx.stream("GET", f"{monitor.url}api/v1/live") as reply:
-        assert reply.headers["content-type"].startswith("text/event-stream")
-        lines = events(reply)
-        assert next(lines) == "event: swarm"
-        assert next(lines).startswith('data: {"version":1')
-        monitor.swarm.found = (found(4, server_info(0, 2, "one")),)
-        assert any('"missing":[{"start":2,"end":4' in line for line in lines)
-
-
-def test_the_number_of_listeners_is_bounded_and_places_come_back(
-    monkeypatch: pytest.MonkeyPatch, monitor: Monitor
-) -> None:
-    monkeypatch.setattr(http_routes, "MAX_LISTENERS", 3)
-    url = f"{monitor.url}api/v1/live"
-    with httpx.stream("GET", url) as one, httpx.stream("GET", url) as two, httpx.stream("GET", url) as three:
-        assert [reply.status_code for reply in (one, two, three)] == [200] * 3
-        refused = httpx.get(url)
-        assert (refused.status_code, refused.headers["retry-after"]) == (503, "60")
-        assert httpx.get(f"{monitor.url}api/v1/swarm").status_code == 200
-    deadline = time.monotonic() + 60
-    while True:
-        with httpx.stream("GET", url) as reply:
-            if reply.status_code == 200:
-                break
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def test_the_page_and_its_files_load_nothing_from_elsewhere(monitor: Monitor) -> None:

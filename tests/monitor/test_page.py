@@ -150,14 +150,14 @@ def test_a_large_model_on_a_narrow_screen(browser: Browser) -> None:
             picture(page, "monitor-126-blocks-narrow")
 
 
-def test_the_last_hours_as_a_plot(browser: Browser, tmp_path: Any) -> None:
+def test_the_last_hours_as_a_plot(browser: Browser) -> None:
     history, now = SwarmHistory(), time.time()
     for minute in range(300):
         servers = SERVERS[:3] if 100 <= minute < 110 else SERVERS
         look = PollResult((found(12, *servers),))
         history.record(build_swarm_view(look, {}, (), now - (300 - minute) * POINT_INTERVAL_S, 10.0))
-    history.write(tmp_path / "history.json")
-    with serve(DescribedSwarm(found(12, *SERVERS)), history=tmp_path / "history.json") as monitor:
+    with serve(DescribedSwarm(found(12, *SERVERS))) as monitor:
+        monitor.poller.history = history
         with open_page(browser) as page:
             page.goto(monitor.url)
             expect(page.locator(".plot .sentence")).to_have_text("Blocks were missing for 10 minutes of this time.")

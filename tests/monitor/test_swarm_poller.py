@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import time
 from collections.abc import Coroutine
 from typing import Any
 
@@ -17,7 +16,6 @@ from swarm.dht.announcer import Announcer
 from swarm.dht.validation import AnnouncementValidator
 from swarm.errors import PeerUnreachable
 from swarm.monitor import swarm_poller
-from swarm.monitor.history import SwarmHistory
 from swarm.monitor.swarm_poller import (
     EMPTY_POLLS_BEFORE_REJOIN,
     MAX_BLOCKS,
@@ -124,24 +122,23 @@ async def until(condition) -> None:
         await asyncio.sleep(0.005)
 
 
-def test_it_looks_again_and_again_and_listeners_hear_of_it():
+def test_it_looks_again_and_again():
     async def scenario() -> None:
         swarm = DescribedSwarm(found(4, server_info(0, 4, "one")), trips={"one": 0.02})
         poller = poller_of(swarm)
         await poller.start()
-        seen = await poller.wait_for_newer(0)
-        while seen.view.models[0].servers[0].round_trip is None:  # it is shown before it is measured
-            seen = await poller.wait_for_newer(seen.number)
+        await poller.was_read.wait()
+        # It is shown before it is measured.
+        await until(lambda: poller.latest.view.models[0].servers[0].round_trip is not None)
+        seen = poller.latest
         assert seen.view.models[0].servers[0].round_trip == 0.02
         assert msgspec.json.decode(seen.data, type=SwarmView) == seen.view
         swarm.found = (found(4, server_info(0, 2, "one")),)
-        while seen.view.models[0].complete:
-            seen = await poller.wait_for_newer(seen.number)
-        assert seen.view.models[0].missing[0].start == 2
+        await until(lambda: not poller.latest.view.models[0].complete)
+        assert poller.latest.view.models[0].missing[0].start == 2
         assert poller.history.models["org/model"].points[-1].covered == 2
         await poller.stop()
         assert swarm.closed
-        assert await poller.wait_for_newer(0) is None
 
     run(scenario())
 
@@ -152,17 +149,15 @@ def test_a_swarm_that_cannot_be_reached_is_tried_again_and_what_was_seen_stays(c
         swarm.error = PeerUnreachable("none of the initial peers answered")
         poller = poller_of(swarm)
         await poller.start()
-        seen = await poller.wait_for_newer(0)
-        assert (seen.view.problem, seen.view.models) == ("none of the initial peers answered", ())
+        await poller.was_read.wait()
+        assert (poller.latest.view.problem, poller.latest.view.models) == ("none of the initial peers answered", ())
         swarm.error = None
-        while seen.view.problem:
-            seen = await poller.wait_for_newer(seen.number)
-        assert seen.view.models[0].complete
+        await until(lambda: not poller.latest.view.problem)
+        assert poller.latest.view.models[0].complete
         swarm.error = RuntimeError("something new")
-        while not seen.view.problem:
-            seen = await poller.wait_for_newer(seen.number)
-        assert "something new" in seen.view.problem
-        assert seen.view.models[0].complete
+        await until(lambda: poller.latest.view.problem)
+        assert "something new" in poller.latest.view.problem
+        assert poller.latest.view.models[0].complete
         await poller.stop()
 
     run(scenario())
@@ -184,20 +179,6 @@ def test_models_are_remembered_for_a_while_after_their_last_server():
         clock[0] += 2
         await poller.poll()
         assert swarm.remembered == []
-
-    run(scenario())
-
-
-def test_the_history_is_kept_over_a_restart(tmp_path):
-    path = tmp_path / "history.json"
-
-    async def scenario() -> None:
-        first = poller_of(DescribedSwarm(found(4, server_info(0, 4))), history=path)
-        await first.start()
-        await until(lambda: first.history.models)
-        await first.stop()
-        second = poller_of(DescribedSwarm(), history=path)
-        assert second.history.models == first.history.models == SwarmHistory.read(path, time.time()).models
 
     run(scenario())
 

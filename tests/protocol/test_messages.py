@@ -240,7 +240,7 @@ WEIGHTS_MESSAGES: dict[type, st.SearchStrategy[messages.WeightsMessage]] = {
         st.dictionaries(parts, st.binary(min_size=32, max_size=32), max_size=5),
     ),
     messages.GetManifest: st.builds(messages.GetManifest, parts),
-    messages.GetChunkDigests: st.builds(messages.GetChunkDigests, parts, counts),
+    messages.GetChunkDigests: st.builds(messages.GetChunkDigests, parts),
     messages.GetChunk: st.builds(messages.GetChunk, parts, counts, counts),
     messages.PartData: st.just(messages.PartData()),
     messages.Refusal: st.builds(messages.Refusal, code=names, message=st.text(max_size=2000)),

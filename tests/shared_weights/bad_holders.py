@@ -44,7 +44,7 @@ def right_answer(parts: CheckpointParts, request: Any) -> bytes:
     if isinstance(request, messages.GetManifest):
         return parts.manifest(request.part).encoded
     if isinstance(request, messages.GetChunkDigests):
-        return parts.chunk_digests(request.part, request.item)
+        return parts.chunk_digests(request.part)
     return parts.read(request.part, request.item, request.chunk)
 
 

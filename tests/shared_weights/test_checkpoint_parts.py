@@ -44,7 +44,7 @@ def test_digests_are_kept_for_the_next_process(folder, tmp_path):
     assert hashed(second) == 0
     assert second.manifests() == first.manifests()
     assert second.known_digests == first.known_digests == first.manifests().digests
-    assert second.chunk_digests("0", 0) == first.chunk_digests("0", 0)
+    assert second.chunk_digests("0") == first.chunk_digests("0")
 
 
 def test_digests_are_computed_again_when_a_file_changes(folder, tmp_path):

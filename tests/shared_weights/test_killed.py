@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from swarm.models.checkpoints.checkpoint import open_checkpoint
 from swarm.shared_weights import fetcher
 from swarm.shared_weights.checkpoint_parts import CheckpointParts
-from swarm.shared_weights.fetcher import MAX_WINDOW
+from swarm.shared_weights.fetcher import WINDOW
 from swarm.shared_weights.manifest import CHUNK_BYTES, CLIENT, FILES, all_parts
 from tests.shared_weights.peers import BLOCKS, NAME, make_checkpoint
 from tests.shared_weights.processes import Shared, receive, receive_until, send
@@ -110,7 +110,7 @@ def without_path(checkpoint) -> dict[str, object]:
 def assert_little_was_sent_twice(source, sent: int, deaths: int) -> None:
     """At most what was under way, each time."""
     size = CheckpointParts(source).size_bytes(PARTS)
-    assert size <= sent <= size + deaths * MAX_WINDOW * CHUNK_BYTES
+    assert size <= sent <= size + deaths * WINDOW * CHUNK_BYTES
 
 
 def test_a_receiver_is_killed_again_and_again(source, shared, processes):

@@ -1,1 +1,1 @@
-"""A conversation in the terminal, over a gateway's HTTP interface or directly in the swarm."""
+"""A conversation in the terminal."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 from pathlib import Path
@@ -15,42 +14,32 @@ from swarm.common import console
 from swarm.errors import InvalidOption
 
 if TYPE_CHECKING:
-    from swarm.cli.chat.conversation import ChatBackend
-
-KEY_VARIABLE = "SWARM_API_KEY"
+    from swarm.cli.chat.swarm_backend import SwarmBackend
 
 
 @click.command(name="chat", cls=console.MultiAddressCommand)
 @click.argument("model", required=False)
 @console.initial_peers_option
 @console.membership_option
-@click.option(
-    "--url",
-    help="Use a gateway, such as http://127.0.0.1:8000/v1, instead of joining the swarm. "
-    f"Its API key is the value of {KEY_VARIABLE}.",
-)
 @console.digests_option
 @console.weights_from_option
 @click.option("--system", default="", help="System prompt: instructions for the model.")
 @click.option(
     "--temperature", type=click.FloatRange(0, 2), help="0 always takes the likeliest token.  [default: the model's]"
 )
-@click.option(
-    "--max-tokens", type=click.IntRange(1, 2**31), help="Length limit of answers.  [default: 1024, or the gateway's]"
-)
+@click.option("--max-tokens", type=click.IntRange(1, 2**31), help="Length limit of answers.  [default: 1024]")
 @click.option(
     "--early-exit",
     type=click.FloatRange(0, 1),
     metavar="CONFIDENCE",
     help="Let tokens leave early where their confidence is above this. Each is verified, so answers stay the same.  "
-    "[default: never, or as the gateway does]",
+    "[default: never]",
 )
 @console.errors_to_exit_codes
 def main(
     model: str | None,
     initial_peers: tuple[str, ...],
     membership: str | None,
-    url: str | None,
     digests: Path | None,
     weights_from: str,
     system: str,
@@ -58,7 +47,7 @@ def main(
     max_tokens: int | None,
     early_exit: float | None,
 ) -> None:
-    """Chat with MODEL: a local folder or a hub id, by default the demo model. With --url, one of the gateway's models.
+    """Chat with MODEL: a local folder or a hub id, by default the demo model.
 
     If standard input is not a terminal, each of its lines is a message. Answers then go to standard output, everything
     else to standard error.
@@ -68,43 +57,26 @@ def main(
 
     signal.signal(signal.SIGTERM, _exit_on_signal)
     terminal = Terminal()
-    with terminal.conversation():
-        with terminal.working():
-            if url is not None:
-                if digests is not None:
-                    raise InvalidOption(
-                        "--digests does nothing with --url: the gateway decides which weights servers may have. Start "
-                        "the gateway with it"
-                    )
-                backend: ChatBackend = _gateway_backend(url, model)
-            else:
-                peers = console.split_addresses(initial_peers)
-                backend = _swarm_backend(terminal.interactive, model, peers, membership, digests, weights_from)
-        try:
-            options = AnswerOptions(temperature, max_tokens, early_exit)
-            Dialogue(backend, terminal, options, terminal.readable(system, "--system")).run()
-        finally:
-            backend.close()
+    peers = console.split_addresses(initial_peers)
+    backend = _make_backend(terminal.interactive, model, peers, membership, digests, weights_from)
+    try:
+        options = AnswerOptions(temperature, max_tokens, early_exit)
+        Dialogue(backend, terminal, options, terminal.readable(system, "--system")).run()
+    finally:
+        backend.close()
 
 
-def _gateway_backend(url: str, model: str | None) -> ChatBackend:
-    from swarm.cli.chat.gateway_backend import GatewayBackend
-
-    return GatewayBackend(url, os.environ.get(KEY_VARIABLE) or None, model)
-
-
-def _swarm_backend(
+def _make_backend(
     interactive: bool,
     model: str | None,
     peers: tuple[str, ...],
     membership: str | None,
     digests: Path | None,
     weights_from: str,
-) -> ChatBackend:
+) -> SwarmBackend:
     if not peers:
         raise InvalidOption(
-            "a swarm or a gateway is required: --initial-peers ADDRESS... of a swarm "
-            f"(or ${console.INITIAL_PEERS_VARIABLE}), or --url of a gateway"
+            f"a swarm is required: give --initial-peers ADDRESS..., or set {console.INITIAL_PEERS_VARIABLE}"
         )
     from swarm.transport.addresses import parse_peers
 

@@ -1,22 +1,16 @@
 """A conversation, what a line of the user means in it, and the pieces of an answer (pure).
 
-The pieces come from strangers: the model, the operator of the gateway, the operators of servers. So their form is
-validated, and characters that control a terminal are removed.
+Their texts come from strangers: the model, and the operators of servers. So characters that control a terminal are
+removed.
 """
 
 from __future__ import annotations
 
 import unicodedata
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
-
-import msgspec
 
 from swarm.errors import SwarmError, UsageError
-
-MAX_SERVER_NAME_CHARACTERS = 40
-"""Of a server's name, as far as it is shown."""
 
 _ALLOWED_CONTROLS = "\n\t"
 _DIRECTION_CONTROLS = frozenset("\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
@@ -72,101 +66,6 @@ def _is_printable(character: str) -> bool:
     return unicodedata.category(character) not in ("Cc", "Cs") and character not in _DIRECTION_CONTROLS
 
 
-class _ChunkDelta(msgspec.Struct):
-    content: str | None = None
-
-
-class _ChunkChoice(msgspec.Struct):
-    delta: _ChunkDelta = msgspec.field(default_factory=_ChunkDelta)
-
-
-class _ChunkError(msgspec.Struct):
-    message: str
-
-
-class _Chunk(msgspec.Struct):
-    choices: list[_ChunkChoice] = []
-    error: _ChunkError | None = None
-
-
-class _HopDetail(msgspec.Struct):
-    blocks: str
-    peer: str
-    name: str = ""
-
-
-class _RouteDetail(msgspec.Struct, tag_field="kind", tag="route"):
-    hops: list[_HopDetail]
-
-
-class _LostDetail(msgspec.Struct, tag_field="kind", tag="lost"):
-    peer: str
-    blocks: str
-
-
-class _MissingDetail(msgspec.Struct, tag_field="kind", tag="missing"):
-    blocks: str
-
-
-class _RecoveredDetail(msgspec.Struct, tag_field="kind", tag="recovered"):
-    seconds: float
-
-
-class _DoneDetail(msgspec.Struct, tag_field="kind", tag="done"):
-    tokens: int
-    seconds: float
-    tokens_per_second: float | None = None
-
-
-_Detail = _RouteDetail | _LostDetail | _MissingDetail | _RecoveredDetail | _DoneDetail
-_DETAIL_KINDS = frozenset({"route", "lost", "missing", "recovered", "done"})
-
-
-def read_chunk(body: Any) -> TextPiece | None:
-    """The text in one of OpenAI's chunks; None if it has none.
-
-    Raises:
-        ChatFailed: the chunk reports an error, or is not a chunk.
-    """
-    try:
-        chunk = msgspec.convert(body, _Chunk)
-    except msgspec.ValidationError as error:
-        raise ChatFailed(f"the gateway sent an invalid part of an answer: {strip_controls(str(error))}") from None
-    if chunk.error is not None:
-        raise ChatFailed(strip_controls(chunk.error.message))
-    text = "".join(choice.delta.content or "" for choice in chunk.choices)
-    return TextPiece(strip_controls(text)) if text else None
-
-
-def read_detail(body: Any) -> ReplyPiece | None:
-    """The piece for a detail; None if its kind is not known here.
-
-    Raises:
-        ChatFailed: the detail is of a known kind, but not valid.
-    """
-    if not isinstance(body, dict) or body.get("kind") not in _DETAIL_KINDS:
-        return None
-    try:
-        detail = msgspec.convert(body, _Detail)
-    except msgspec.ValidationError as error:
-        raise ChatFailed(f"the gateway sent an invalid detail: {strip_controls(str(error))}") from None
-    match detail:
-        case _RouteDetail(hops):
-            return RoutePiece(tuple(_describe_hop(hop) for hop in hops))
-        case _LostDetail(peer, blocks):
-            return NoticePiece(strip_controls(f"{peer} with blocks {blocks} failed; looking for another server"))
-        case _MissingDetail(blocks):
-            return NoticePiece(strip_controls(f"no server holds blocks {blocks}; waiting for one"))
-        case _RecoveredDetail(seconds):
-            return NoticePiece(f"continuing after {seconds:.1f} s")
-    return SummaryPiece(detail.tokens, detail.seconds, detail.tokens_per_second)
-
-
-def _describe_hop(hop: _HopDetail) -> str:
-    name = strip_controls(hop.name)[:MAX_SERVER_NAME_CHARACTERS]
-    return strip_controls(f"{hop.blocks} {hop.peer}") + (f" ({name})" if name else "")
-
-
 class InvalidCommand(UsageError):
     """The line is a command that does not exist or cannot be carried out."""
 
@@ -185,7 +84,7 @@ class ConversationMessage:
 
 @dataclass(frozen=True)
 class AnswerOptions:
-    """How answers are generated; None takes the default of the model or the gateway.
+    """How answers are generated; None takes the model's default.
 
     Attributes:
         early_exit: tokens leave early, verified, where their confidence is above this.
@@ -198,27 +97,6 @@ class AnswerOptions:
 
 OnPiece = Callable[[ReplyPiece], None]
 """Called with each piece of an answer."""
-
-
-class ChatBackend(Protocol):
-    """Generates the answers of a conversation.
-
-    Attributes:
-        model: the model's name.
-    """
-
-    @property
-    def model(self) -> str: ...
-
-    def answer(self, messages: Sequence[ConversationMessage], options: AnswerOptions, on_piece: OnPiece) -> None:
-        """Answer the last message. Ctrl-C ends the answer and its session with `KeyboardInterrupt`.
-
-        Raises:
-            SwarmError: the answer failed.
-        """
-
-    def close(self) -> None:
-        """Free all resources."""
 
 
 @dataclass(frozen=True)

@@ -1,29 +1,25 @@
 """A conversation at a terminal: reads a line, and shows the answer.
 
-During a conversation the terminal passes Ctrl-C on as a character instead of sending SIGINT to the process group. At
-the prompt it deletes the line at once; a signal that comes just before `input` begins to wait would only take effect at
-the next key. While an answer is generated it interrupts this process alone, not its children.
+Ctrl-C stops an answer. The terminal sends it to this process's group only: the libp2p daemon and the process that makes
+prompts are not in it. At the prompt the terminal passes it on as a character, which deletes the line at once: a signal
+that another thread gets would only take effect at the next key.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import select
-import signal
 import sys
 import termios
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from swarm.cli.chat.conversation import (
     COMMANDS,
     AnswerOptions,
-    ChatBackend,
     ChatFailed,
     Conversation,
     InvalidCommand,
@@ -39,10 +35,10 @@ from swarm.cli.chat.conversation import (
 from swarm.common.console import tolerate_missing_characters
 from swarm.errors import SwarmError, UsageError
 
+if TYPE_CHECKING:
+    from swarm.cli.chat.swarm_backend import SwarmBackend
+
 PROMPT = "> "
-CTRL_C = b"\x03"
-_SPECIAL_CHARACTERS = 6
-"""Index of the special characters in the attributes of `termios.tcgetattr`."""
 
 
 class Terminal:
@@ -67,12 +63,17 @@ class Terminal:
             for line in sys.stdin:
                 yield self.readable(line.rstrip("\r\n"), "This line")
             return
+        import readline  # once it is imported, `input` has line editing and a history
+
+        readline.parse_and_bind('"\\C-c": kill-whole-line')
         while True:
             try:
-                yield self.readable(input(PROMPT), "This line")
+                with _ctrl_c_as_character():
+                    line = input(PROMPT)
             except EOFError:
                 sys.stdout.write("\n")
                 return
+            yield self.readable(line, "This line")
 
     def readable(self, text: str, what: str) -> str:
         """The text, with U+FFFD for bytes that are not UTF-8. A notice tells of them."""
@@ -105,69 +106,23 @@ class Terminal:
         self.end_line()
         self.write(f"\x1b[2m{text}\x1b[0m\n" if self._faint else f"{text}\n")
 
-    @contextmanager
-    def conversation(self) -> Iterator[None]:
-        """Inside of the context, lines can be edited, and Ctrl-C is a character."""
-        if not self.interactive:
-            yield
-            return
-        import readline  # once it is imported, `input` has line editing and a history
-
-        readline.parse_and_bind('"\\C-c": kill-whole-line')
-        with _changed_attributes(special=termios.VINTR):
-            yield
-
-    @contextmanager
-    def working(self) -> Iterator[None]:
-        """Inside of the context, Ctrl-C raises `KeyboardInterrupt` in the main thread, and other keys are ignored."""
-        if not self.interactive:
-            yield
-            return
-        end_reader, end_writer = os.pipe()
-        watcher = threading.Thread(target=_watch_keys, args=(end_reader,), name="swarm-keys", daemon=True)
-        with _changed_attributes(flags=termios.ICANON | termios.ECHO):
-            watcher.start()
-            try:
-                yield
-            finally:
-                os.close(end_writer)
-                watcher.join()
-                os.close(end_reader)
+    def discard_input(self) -> None:
+        """Forget what was typed before the prompt."""
+        if self.interactive:
+            termios.tcflush(sys.stdin, termios.TCIFLUSH)
 
 
 @contextmanager
-def _changed_attributes(special: int | None = None, flags: int = 0) -> Iterator[None]:
-    """Inside of the context, the terminal lacks a special character or some of its local flags."""
-    number = sys.stdin.fileno()
-    before = termios.tcgetattr(number)
-    after: list[Any] = [
-        *before[:3],
-        before[3] & ~flags,
-        *before[4:_SPECIAL_CHARACTERS],
-        list(before[_SPECIAL_CHARACTERS]),
-    ]
-    if special is not None:
-        after[_SPECIAL_CHARACTERS][special] = b"\x00"  # on Linux: no character
-    termios.tcsetattr(number, termios.TCSADRAIN, after)
+def _ctrl_c_as_character() -> Iterator[None]:
+    """Inside of the context, Ctrl-C sends no signal."""
+    before = termios.tcgetattr(sys.stdin)
+    after = [*before[:-1], [*before[-1]]]
+    after[-1][termios.VINTR] = b"\x00"  # on Linux: no character
+    termios.tcsetattr(sys.stdin, termios.TCSADRAIN, after)
     try:
         yield
     finally:
-        termios.tcsetattr(number, termios.TCSADRAIN, before)
-
-
-def _watch_keys(end_reader: int) -> None:
-    """Interrupt the main thread at every Ctrl-C, until the other end of the pipe is closed."""
-    keyboard = sys.stdin.fileno()
-    main_thread = threading.main_thread().ident
-    while True:
-        ready, _, _ = select.select([keyboard, end_reader], [], [])
-        if end_reader in ready:
-            return
-        keys = os.read(keyboard, 1024)
-        if not keys:
-            return
-        if CTRL_C in keys and main_thread is not None:
-            signal.pthread_kill(main_thread, signal.SIGINT)
+        termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
 
 
 class Dialogue:
@@ -180,7 +135,7 @@ class Dialogue:
         system: instructions for the model; "" for none.
     """
 
-    def __init__(self, backend: ChatBackend, terminal: Terminal, options: AnswerOptions, system: str) -> None:
+    def __init__(self, backend: SwarmBackend, terminal: Terminal, options: AnswerOptions, system: str) -> None:
         self.conversation = Conversation(system)
         self._backend = backend
         self._terminal = terminal
@@ -237,8 +192,7 @@ class Dialogue:
         self._text, self._hops = [], ()
         keep_answer = stopped = False
         try:
-            with self._terminal.working():
-                self._backend.answer(conversation.messages, self._options, self._on_piece)
+            self._backend.answer(conversation.messages, self._options, self._on_piece)
             keep_answer = True
         except KeyboardInterrupt:
             if not self._terminal.interactive:
@@ -246,6 +200,7 @@ class Dialogue:
             keep_answer = stopped = True
         finally:
             self._terminal.end_line()
+            self._terminal.discard_input()
             if keep_answer or self._text:
                 self.conversation = conversation.with_answer("".join(self._text))
         if stopped:

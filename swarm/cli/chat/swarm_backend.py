@@ -1,4 +1,4 @@
-"""Generates the answers of a conversation directly in the swarm, without a gateway."""
+"""Generates the answers of a conversation in the swarm."""
 
 from __future__ import annotations
 
@@ -11,19 +11,27 @@ from typing import Any
 from swarm.cli.chat.conversation import (
     AnswerOptions,
     ConversationMessage,
+    NoticePiece,
     OnPiece,
     ReplyPiece,
+    RoutePiece,
+    SummaryPiece,
     TextPiece,
-    read_detail,
     strip_controls,
 )
 from swarm.client.early_exit.options import EarlyExit
+from swarm.client.routes.events import BlocksMissing, HopLost, Recovered, RouteTaken
+from swarm.data_structures import Hop
+from swarm.errors import format_blocks
 from swarm.generation.prompts import chat_sequences
 from swarm.generation.sequence_generation import SequenceEvent
-from swarm.generation.sequence_group import SequenceGroup, route_detail
+from swarm.generation.sequence_group import SequenceGroup
 from swarm.generation.sequence_output import SequenceDelta
 from swarm.generation.sequence_request import SequenceRequest
 from swarm.generation.served_model import ServedModel
+
+MAX_SERVER_NAME_CHARACTERS = 40
+"""Of a server's name, as far as it is shown."""
 
 
 class SwarmBackend:
@@ -46,7 +54,10 @@ class SwarmBackend:
         return self._served.name
 
     def answer(self, messages: Sequence[ConversationMessage], options: AnswerOptions, on_piece: OnPiece) -> None:
-        """See `ChatBackend`."""
+        """Answer the last message. Ctrl-C ends the answer and its session with `KeyboardInterrupt`.
+
+        Raises `SwarmError`: the answer failed.
+        """
         self._runner.run(self._answer(messages, options, on_piece))
 
     def close(self) -> None:
@@ -68,13 +79,28 @@ class SwarmBackend:
         group = SequenceGroup(self._served, sequences, 1, time.perf_counter())
         async with group.generating(), aclosing(group.events()) as events:
             async for _, event in events:
-                if (piece := _piece_of(event)) is not None:
+                if (piece := piece_of(event)) is not None:
                     on_piece(piece)
-            if (summary := read_detail(group.summary())) is not None:
-                on_piece(summary)
+            summary = group.summary()
+            on_piece(SummaryPiece(summary["tokens"], summary["seconds"], summary["tokens_per_second"]))
 
 
-def _piece_of(event: SequenceEvent) -> ReplyPiece | None:
-    if isinstance(event, SequenceDelta):
-        return TextPiece(strip_controls(event.text)) if event.text else None
-    return read_detail(route_detail(event))
+def piece_of(event: SequenceEvent) -> ReplyPiece | None:
+    """What is shown of an event; None if nothing is."""
+    match event:
+        case SequenceDelta():
+            return TextPiece(strip_controls(event.text)) if event.text else None
+        case RouteTaken(route):
+            return RoutePiece(tuple(map(_describe_hop, route.hops)))
+        case HopLost(peer_id, span):
+            return NoticePiece(f"…{peer_id[-6:]} with blocks {span} failed; looking for another server")
+        case BlocksMissing(blocks):
+            return NoticePiece(f"no server holds blocks {format_blocks(blocks)}; waiting for one")
+        case Recovered(seconds):
+            return NoticePiece(f"continuing after {seconds:.1f} s")
+    return None
+
+
+def _describe_hop(hop: Hop) -> str:
+    name = strip_controls(hop.server.name)[:MAX_SERVER_NAME_CHARACTERS]
+    return f"{hop.span} {hop.server.short_id}" + (f" ({name})" if name else "")

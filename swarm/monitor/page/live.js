@@ -1,9 +1,9 @@
-// Receives views and the history from the monitor. Reconnects automatically.
+// Asks the monitor for views and the history. Tries again automatically.
 
 const MIN_RETRY_MS = 1000;
 const MAX_RETRY_MS = 30_000;
-const SILENCE_TIMEOUT_MS = 40_000; // the monitor sends a keep-alive comment every 15 s
-const MAX_EVENT_LENGTH = 20_000_000;
+const MIN_PERIOD_MS = 500;
+const ANSWER_TIMEOUT_MS = 40_000; // the first look at a swarm takes a while
 
 /** The monitor needs an API key, and this browser has none or a wrong one. */
 export class KeyNeeded extends Error {}
@@ -42,7 +42,7 @@ export async function fetchHistory(model, hours) {
   return models[model] ? { ...models[model], end, step: seconds_per_point } : null;
 }
 
-/** Calls `listener.view(view)` for every update while the page is visible, or `lost(reason)` or `needsKey()` on errors. */
+/** Calls `listener.view(view)` once in its period while the page is visible, or `lost(reason)` or `needsKey()` on errors. */
 export class Live {
   constructor(listener) {
     this.listener = listener;
@@ -65,12 +65,12 @@ export class Live {
 
   async #run(controller) {
     try {
-      const reply = await request("api/v1/live", controller.signal);
-      for await (const data of events(reply.body, controller)) {
-        this.retryDelay = MIN_RETRY_MS;
-        this.listener.view(JSON.parse(data));
-      }
-      throw new Error("the monitor ended the connection");
+      const signal = AbortSignal.any([controller.signal, AbortSignal.timeout(ANSWER_TIMEOUT_MS)]);
+      const view = await (await request("api/v1/swarm", signal)).json();
+      if (controller !== this.controller || document.hidden) return;
+      this.retryDelay = MIN_RETRY_MS;
+      this.listener.view(view);
+      this.timer = setTimeout(() => this.start(), Math.max(view.period * 1000, MIN_PERIOD_MS));
     } catch (error) {
       if (controller !== this.controller || document.hidden) return;
       if (error instanceof KeyNeeded) return this.listener.needsKey();
@@ -78,27 +78,5 @@ export class Live {
       this.timer = setTimeout(() => this.start(), this.retryDelay);
       this.retryDelay = Math.min(this.retryDelay * 2, MAX_RETRY_MS);
     }
-  }
-}
-
-/** Yields the data of the events named `swarm`. A stream that is silent for too long is aborted. */
-async function* events(body, controller) {
-  const reader = body.pipeThrough(new TextDecoderStream()).getReader();
-  let rest = "";
-  let watchdog;
-  try {
-    for (;;) {
-      watchdog = setTimeout(() => controller.abort(new Error("the monitor is silent")), SILENCE_TIMEOUT_MS);
-      const { value, done } = await reader.read();
-      clearTimeout(watchdog);
-      if (done) return;
-      const parts = (rest + value).split("\n\n");
-      rest = parts.pop();
-      if (rest.length > MAX_EVENT_LENGTH) throw new Error("the monitor sent an event that is too long");
-      for (const part of parts) if (part.startsWith("event: swarm\ndata: ")) yield part.slice("event: swarm\ndata: ".length);
-    }
-  } finally {
-    clearTimeout(watchdog);
-    reader.cancel().catch(() => {});
   }
 }

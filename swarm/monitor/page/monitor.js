@@ -1,4 +1,4 @@
-// The page: one card per model, updated by the live stream.
+// The page: one card per model, kept up to date.
 
 import { reconcile, setText } from "./dom.js";
 import { Live, apiKey } from "./live.js";

@@ -41,7 +41,7 @@ export class Plot {
       const data = await fetchHistory(this.name, hours);
       if (hours === this.hours) this.data = data;
     } catch {
-      return; // the live stream reports the error
+      return; // the page says that the monitor does not answer
     }
     this.#draw();
   }

@@ -124,10 +124,9 @@ class GetManifest(Message, frozen=True):
 
 
 class GetChunkDigests(Message, frozen=True):
-    """Ask for the digests of an item's chunks."""
+    """Ask for the digests of the chunks of a part's items, as far as they have several."""
 
     part: PartName
-    item: Count
 
 
 class GetChunk(Message, frozen=True):

@@ -13,7 +13,6 @@ from hivemind.p2p import PeerID
 from hivemind.proto import dht_pb2
 
 from swarm.errors import ProtocolViolation
-from swarm.transport.dht.record_store import share_room
 from swarm.transport.dht.records import KEY_BYTES, MAX_RECORD_BYTES, Record
 from swarm.transport.dht.routing_table import BUCKET_NODES, node_id_of
 from swarm.transport.dht.search import MAX_TARGETS
@@ -91,24 +90,14 @@ def sought_keys(request: dht_pb2.FindRequest) -> list[bytes]:
 
 
 def found_results(found: Sequence[Sequence[Record]]) -> list[dht_pb2.FindResult]:
-    """One result for each key's records, those to be read first at the front; all fit into one message.
-
-    If they do not fit, each key gets an equal share of the room, and the last of its records are left out.
-    """
-    sizes = [sum(map(_encoded_bytes, records)) for records in found]
-    return [
-        _found_result(records, room) for records, room in zip(found, share_room(sizes, MAX_ANSWER_BYTES), strict=True)
-    ]
-
-
-def _encoded_bytes(record: Record) -> int:
-    return record.size_bytes + 24  # headers of the three fields
+    """One result for each key's records; all fit into one message, because each key has an equal share of the room."""
+    return [_found_result(records, MAX_ANSWER_BYTES // len(found)) for records in found]
 
 
 def _found_result(records: Sequence[Record], room: int) -> dht_pb2.FindResult:
     taken = []
     for record in records:
-        room -= _encoded_bytes(record)
+        room -= record.size_bytes + 24  # headers of the three fields
         if room < 0:
             break
         taken.append(record)

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -19,7 +20,6 @@ from hivemind.p2p import P2P, PeerID
 from swarm.common.warn_once import WarnOnce
 from swarm.errors import ClockDiffers, DhtError, SwarmError
 from swarm.transport.dht.protocol import REQUEST_TIMEOUT_S, DhtProtocol
-from swarm.transport.dht.record_store import best_first
 from swarm.transport.dht.records import Accepted, Record, RecordRules, is_expired, key_bytes, sign
 from swarm.transport.dht.routing_table import BUCKET_NODES, node_id_of
 from swarm.transport.dht.search import Request, Search
@@ -145,22 +145,17 @@ class DhtNode:
     async def find(self, names: Collection[str], timeout_s: float = LOOKUP_TIMEOUT_S) -> dict[str, list[FoundRecord]]:
         """The records under each key, at most one for an owner: those found within `timeout_s` and those found before.
 
-        So a look-up that is cut short, or that only liars answer, removes nothing. Raises `ClockDiffers` if all records
-        seem to have expired because this machine's clock is wrong, `DhtError` if no known node answered.
+        So a look-up that is cut short, or that only liars answer, removes nothing. Raises `DhtError` if no known node
+        answered.
         """
         keys = {key_bytes(name): name for name in names}
-        doubtful = False
-        answered: list[PeerID] = []
         now = time.time()
         found = {key: self._remembered(key, now) for key in keys}
         for key in keys:
             self._collect(found[key], self._own_records(key, now))
 
         async def ask(request: Request) -> dict[bytes, list[PeerID]]:
-            nonlocal doubtful
             answer = await self.protocol.call_find(request.peer, request.targets)
-            answered.append(request.peer)
-            doubtful = doubtful or answer.all_over
             for key, records in answer.records.items():
                 self._collect(found[key], records)
             return answer.neighbors
@@ -180,8 +175,6 @@ class DhtNode:
             self._remember(found)
         if failure is not None and not any_answered:
             raise failure
-        if doubtful and not any(found.values()):
-            await self._require_same_clock(answered[:FIND_BREADTH])
         return {name: self._kept(found[key]) for key, name in keys.items()}
 
     async def store(
@@ -189,8 +182,7 @@ class DhtNode:
     ) -> list[bool]:
         """Sign records (key's name, payload, expiry) and store them at the nearest nodes; whether each is kept.
 
-        Raises `ClockDiffers` if no other node keeps any because this machine's clock is wrong, `DhtError` if no known
-        node answered and this peer keeps no records itself.
+        Raises `DhtError` if no known node answered and this peer keeps no records itself.
         """
         signed = [sign(name, payload, expires, self._identity.private_key) for name, payload, expires in records]
         holders: list[list[PeerID]] = [[] for _ in signed]
@@ -208,31 +200,17 @@ class DhtNode:
             for peer in near[:REPLICAS]:
                 wanted.setdefault(peer, []).append(number)
 
-        refusers: list[PeerID] = []
-
         async def store_at(peer: PeerID, numbers: list[int]) -> None:
             try:
                 stored = await self.protocol.call_store(peer, [signed[number] for number in numbers])
             except SwarmError as error:
                 logger.debug("…%s keeps no record: %s", str(peer)[-6:], error)
                 return
-            if not any(stored):
-                refusers.append(peer)
             for number, is_stored in zip(numbers, stored, strict=True):
                 kept[number] = kept[number] or is_stored
 
         await asyncio.gather(*(store_at(peer, numbers) for peer, numbers in wanted.items()))
-        if len(refusers) == len(wanted):
-            await self._require_same_clock(refusers)
         return kept
-
-    async def _require_same_clock(self, peers: Collection[PeerID]) -> None:
-        """Raise `ClockDiffers` if the clock of every peer that answers differs from this machine's."""
-        pings = (self.protocol.call_ping(peer, validate=True, must_reach=False) for peer in peers)
-        results = await asyncio.gather(*pings, return_exceptions=True)
-        answers = [result for result in results if result is not False]
-        if answers and all(isinstance(result, ClockDiffers) for result in answers):
-            raise ClockDiffers(f"records of the DHT seem old: {answers[0]}. Set this machine's clock")
 
     def _own_records(self, key: bytes, now: float) -> list[tuple[str, Record]]:
         verdicts = ((self.protocol.checker.check(record), record) for record in self.protocol.store.find(key, now))
@@ -251,14 +229,15 @@ class DhtNode:
             if owner not in known or known[owner].expires < record.expires:
                 known[owner] = record
         if len(known) > MAX_FOUND:
-            kept = set(self.best_first(known, MAX_FOUND))
-            for owner in list(known):
-                if owner not in kept:
-                    del known[owner]
+            for owner in self.best_first(known)[MAX_FOUND:]:
+                del known[owner]
 
-    def best_first(self, owners: Collection[str], places: int) -> list[str]:
-        """The owners of records that a reader keeps; see `record_store.best_first`."""
-        return best_first(owners, places, time.time(), self._since, served=self.served)
+    def best_first(self, owners: Iterable[str]) -> list[str]:
+        """The owners, those whose records should be kept first: those that served this peer, then the longest known.
+
+        So new identities, however many, displace nobody that was there before.
+        """
+        return sorted(owners, key=lambda owner: (owner not in self.served, self._since.get(owner, math.inf)))
 
     def _remembered(self, key: bytes, now: float) -> dict[str, Record]:
         """What was found under a key before, and is not over."""

@@ -10,7 +10,6 @@ import asyncio
 import functools
 import logging
 import time
-from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -29,7 +28,7 @@ from swarm.transport.dht.hivemind_errors import raise_dht_errors
 from swarm.transport.dht.peer_networks import PeerNetworks
 from swarm.transport.dht.record_store import RecordStore
 from swarm.transport.dht.records import Accepted, Record, RecordChecker, RecordProblem, RecordRules, owner_of
-from swarm.transport.dht.routing_table import BUCKET_NODES, MAX_SILENT_S, RoutingTable, node_id_of
+from swarm.transport.dht.routing_table import BUCKET_NODES, WRONG_SILENT_S, RoutingTable, node_id_of
 
 logger = logging.getLogger(__name__)
 
@@ -61,8 +60,8 @@ CHECK_BURST, CHECKS_PER_S = 2048.0, 256.0
 then every second: about 2 % of a processor's time. Servers have two records a minute to be verified at each of 8 nodes.
 """
 
-ESTABLISHED_CHECK_SHARE = 0.5
-"""Share of these that only established owners may use."""
+KNOWN_OWNERS_SHARE = 0.5
+"""Share of these that only owners of records that are kept here may use."""
 
 MAX_PINGS_BACK = 256
 """Pings that are under way because other peers asked for them, one for each."""
@@ -75,12 +74,10 @@ class Found:
     Attributes:
         records: key -> its records that may be believed, each with its owner.
         neighbors: key -> nodes that it names, not checked.
-        all_over: whether it has records, and all are over, or live too long.
     """
 
     records: dict[bytes, list[tuple[str, Record]]]
     neighbors: dict[bytes, list[PeerID]]
-    all_over: bool = False
 
 
 def _ignore(refusal: RecordProblem) -> None:
@@ -215,7 +212,7 @@ class DhtProtocol(ServicerBase):  # type: ignore[misc]
     def _store(self, record: Record | None, sender: str, network: str) -> RecordProblem | None:
         if record is None:
             return RecordProblem.MALFORMED
-        reserved = 0.0 if self.store.is_established(sender, time.time()) else CHECK_BURST * ESTABLISHED_CHECK_SHARE
+        reserved = 0.0 if self.store.has_any_of(sender) else CHECK_BURST * KNOWN_OWNERS_SHARE
         if self._checks.left(None, time.monotonic()) - 1.0 < reserved:
             return RecordProblem.BUSY
         self._checks.take(None, 1.0, time.monotonic())
@@ -228,10 +225,10 @@ class DhtProtocol(ServicerBase):  # type: ignore[misc]
 
     # What this node asks others. Where the swarm is private, errors of membership come from here too.
 
-    async def call_ping(self, peer: PeerID, validate: bool = False, must_reach: bool = True) -> bool:
+    async def call_ping(self, peer: PeerID, validate: bool = False) -> bool:
         """Whether the peer answers as a node of the DHT.
 
-        With `validate`, raises `ClockDiffers` if clocks differ or, where it `must_reach` this node, if it cannot.
+        With `validate`, raises `ClockDiffers` if clocks differ, or if it cannot reach this node, which is no client.
         """
         asked_at = time.time()
         request = dht_pb2.PingRequest(peer=self.node_info, validate=validate)
@@ -244,7 +241,7 @@ class DhtProtocol(ServicerBase):  # type: ignore[misc]
             return False
         if validate:
             _require_same_clock(response.dht_time, asked_at, time.time())
-            if must_reach and not self.is_client and not response.available:
+            if not self.is_client and not response.available:
                 raise ClockDiffers(f"peer …{str(peer)[-6:]} cannot reach this node: a firewall may be in the way")
         self._heard_from(peer, response.peer)
         return bool(response.peer.node_id == node_id_of(peer))
@@ -270,25 +267,25 @@ class DhtProtocol(ServicerBase):  # type: ignore[misc]
             for key, result in zip(keys, response.results, strict=True):
                 neighbors[key] = messages.neighbors_named(result)
                 found[key] = messages.records_found(key, result)
-            believed, all_over = await self._believed(found)
+            believed = await self._believed(found)
             self._heard_from(peer, response.peer)
-            return Found(believed, neighbors, all_over)
+            return Found(believed, neighbors)
 
-    async def _believed(self, found: dict[bytes, list[Record]]) -> tuple[dict[bytes, list[tuple[str, Record]]], bool]:
+    async def _believed(self, found: dict[bytes, list[Record]]) -> dict[bytes, list[tuple[str, Record]]]:
         believed: dict[bytes, list[tuple[str, Record]]] = {key: [] for key in found}
-        refused: Counter[RecordProblem] = Counter()
+        bad = 0
         for number, (key, record) in enumerate((key, record) for key, records in found.items() for record in records):
             verdict = self.checker.check(record)
             if isinstance(verdict, Accepted):
                 believed[key].append((verdict.owner, record))
             else:
                 self.observe_refusal(verdict)
-                refused[verdict] += 1
-                if refused.total() - refused[RecordProblem.LIFETIME] > MAX_BAD_RECORDS:
+                bad += verdict is not RecordProblem.LIFETIME
+                if bad > MAX_BAD_RECORDS:
                     raise ProtocolViolation(f"an answer of the DHT has invalid records: {verdict}")
             if number % CHECKED_AT_ONCE == CHECKED_AT_ONCE - 1:
                 await asyncio.sleep(0)
-        return believed, refused[RecordProblem.LIFETIME] > 0 and not any(believed.values())
+        return believed
 
     # Whom this node knows.
 
@@ -303,9 +300,8 @@ class DhtProtocol(ServicerBase):  # type: ignore[misc]
         self._add(node, peer)
 
     def _add(self, node: dht_pb2.NodeInfo, peer: PeerID) -> None:
-        oldest = self.table.add(peer) if node.node_id == node_id_of(peer) else None
-        if oldest is not None:
-            self._run(self.call_ping(oldest))
+        if node.node_id == node_id_of(peer):
+            self.table.add(peer)
 
     @contextmanager
     def _blaming(self, peer: PeerID) -> Iterator[None]:
@@ -313,7 +309,7 @@ class DhtProtocol(ServicerBase):  # type: ignore[misc]
         try:
             yield
         except ProtocolViolation:
-            self.table.failed(peer, time.monotonic(), MAX_SILENT_S)
+            self.table.failed(peer, time.monotonic(), WRONG_SILENT_S)
             raise
         except SwarmError:
             self.table.failed(peer, time.monotonic())

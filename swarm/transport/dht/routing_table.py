@@ -1,7 +1,7 @@
 """The nodes of the DHT that a node knows, by distance (Kademlia: Maymounkov and Mazieres, 2002, section 2.2).
 
 A node's id is the digest of its peer id, so a node cannot choose its place in the DHT. Nodes that have long been known
-keep their places in the table: a new one gets a place only if its bucket has room or a known node stops answering.
+keep their places in the table: a new one gets a place only if its bucket has room, because another has not answered.
 """
 
 from __future__ import annotations
@@ -9,20 +9,16 @@ from __future__ import annotations
 import hashlib
 import heapq
 from collections import OrderedDict
-from dataclasses import dataclass, field
 from functools import lru_cache
 
 from hivemind.p2p import PeerID
 
 BUCKET_NODES = 20
-SILENT_S = 5.0
-"""How long a node that did not answer is not asked again; the time doubles with each further failure."""
+SILENT_S = 30.0
+"""How long a node that did not answer is not asked again: one that was restarted is soon asked."""
 
-MAX_UNREACHABLE_S = 60.0
-"""The longest such time after no answer, so that a node that was restarted is soon asked again."""
-
-MAX_SILENT_S = 300.0
-"""The longest such time after a wrong answer."""
+WRONG_SILENT_S = 300.0
+"""The same after a wrong answer."""
 
 MAX_SILENT_NODES = 1024
 
@@ -42,20 +38,6 @@ def position(key: bytes) -> int:
     return int.from_bytes(key, "big")
 
 
-@dataclass
-class _Bucket:
-    nodes: OrderedDict[PeerID, int] = field(default_factory=OrderedDict)  # the one heard of longest ago first
-    waiting: PeerID | None = None
-    asked: PeerID | None = None
-    """The node that is being pinged, on behalf of the one that waits for its place."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Silence:
-    until: float
-    seconds: float
-
-
 class RoutingTable:
     """Known nodes, in one bucket for each length of the prefix that their id shares with this node's.
 
@@ -65,70 +47,56 @@ class RoutingTable:
     def __init__(self, own: PeerID) -> None:
         self._own = own
         self._own_id = position(node_id_of(own))
-        self._buckets: dict[int, _Bucket] = {}
-        self._silent: OrderedDict[PeerID, _Silence] = OrderedDict()
+        self._buckets: dict[int, OrderedDict[PeerID, int]] = {}
+        """Each node with its place; the one heard of longest ago comes first."""
+        self._silent: OrderedDict[PeerID, float] = OrderedDict()
+        """Until when nodes are not asked."""
 
     def __len__(self) -> int:
         """Known nodes. May be called from any thread: a bucket may be added meanwhile, hence the copy."""
-        return sum(len(bucket.nodes) for bucket in list(self._buckets.values()))
+        return sum(map(len, list(self._buckets.values())))
 
     def __contains__(self, peer: PeerID) -> bool:
         bucket = self._buckets.get(self._bucket_of(position(node_id_of(peer))))
-        return bucket is not None and peer in bucket.nodes
+        return bucket is not None and peer in bucket
 
     def peer_ids(self) -> list[str]:
         """All known nodes."""
-        return [peer.to_base58() for bucket in self._buckets.values() for peer in bucket.nodes]
+        return [peer.to_base58() for bucket in self._buckets.values() for peer in bucket]
 
-    def add(self, peer: PeerID) -> PeerID | None:
-        """A node was heard of. If its bucket is full, it waits, and the node to ping is returned.
-
-        Only one waits at a time: until the ping is answered or has failed, further new nodes are ignored.
-        """
+    def add(self, peer: PeerID) -> None:
+        """A node was heard of."""
         if peer == self._own:
-            return None
+            return
         node = position(node_id_of(peer))
-        bucket = self._buckets.setdefault(self._bucket_of(node), _Bucket())
-        if peer in bucket.nodes or len(bucket.nodes) < BUCKET_NODES:
-            bucket.nodes[peer] = node
-            bucket.nodes.move_to_end(peer)
-            return None
-        if bucket.waiting is not None:
-            return None
-        bucket.waiting, bucket.asked = peer, next(iter(bucket.nodes))
-        return bucket.asked
+        bucket = self._buckets.setdefault(self._bucket_of(node), OrderedDict())
+        if peer in bucket or len(bucket) < BUCKET_NODES:
+            bucket[peer] = node
+            bucket.move_to_end(peer)
 
     def answered(self, peer: PeerID) -> None:
-        """A node answered; a node that waited for its place does not get it."""
+        """A node answered."""
         self._silent.pop(peer, None)
         bucket = self._buckets.get(self._bucket_of(position(node_id_of(peer))))
-        if bucket is not None and peer in bucket.nodes:
-            if peer == bucket.asked:
-                bucket.waiting = bucket.asked = None
-            bucket.nodes.move_to_end(peer)
+        if bucket is not None and peer in bucket:
+            bucket.move_to_end(peer)
 
     def failed(self, peer: PeerID, now: float, silence_s: float = SILENT_S) -> None:
         """A node did not answer, or wrongly: it loses its place, and is not asked for a while."""
-        known = self._silent.pop(peer, None)
-        seconds = min(max(silence_s, 2 * known.seconds if known else 0.0), max(silence_s, MAX_UNREACHABLE_S))
-        self._silent[peer] = _Silence(now + seconds, seconds)
+        self._silent[peer] = max(now + silence_s, self._silent.pop(peer, now))
         if len(self._silent) > MAX_SILENT_NODES:
             self._silent.popitem(last=False)
         bucket = self._buckets.get(self._bucket_of(position(node_id_of(peer))))
-        if bucket is None or bucket.nodes.pop(peer, None) is None:
-            return
-        if bucket.waiting is not None:
-            bucket.nodes[bucket.waiting] = position(node_id_of(bucket.waiting))
-            bucket.waiting = bucket.asked = None
+        if bucket is not None:
+            bucket.pop(peer, None)
 
     def longest_unheard(self) -> list[PeerID]:
         """Of each bucket, the node that was heard of longest ago, which is the most likely to be gone."""
-        return [next(iter(bucket.nodes)) for bucket in self._buckets.values() if bucket.nodes]
+        return [next(iter(bucket)) for bucket in self._buckets.values() if bucket]
 
     def is_silent(self, peer: PeerID, now: float) -> bool:
         """Whether the node has failed, and should not be asked yet."""
-        known = self._silent.get(peer)
-        return known is not None and now < known.until
+        return now < self._silent.get(peer, now)
 
     def nearest(self, key: bytes, count: int, exclude: PeerID | None = None) -> list[PeerID]:
         """The known nodes nearest to `key`, nearest first."""
@@ -136,7 +104,7 @@ class RoutingTable:
         nodes = (
             (wanted ^ node, peer)
             for bucket in self._buckets.values()
-            for peer, node in bucket.nodes.items()
+            for peer, node in bucket.items()
             if peer != exclude
         )
         return [peer for _, peer in heapq.nsmallest(count, nodes, key=lambda pair: pair[0])]

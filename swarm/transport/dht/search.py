@@ -2,9 +2,8 @@
 
 A search asks, for each target, the nodes nearest to it (as Kademlia does), and learns of nearer ones from the answers.
 Answers may be lies. So the nodes that this peer already knew are always asked, whatever the answers say. Each node may
-name only a few others for each target. If they do not all fit, the nearest names of each node are kept, so what honest
-nodes name is kept too, however many liars name each other. A node that has named several nodes that do not answer is no
-longer believed. Otherwise liars could fill the neighborhood of every target with nodes that do not exist.
+name only a few others for each target. A node that has named several nodes that do not answer is no longer believed.
+Otherwise liars could fill the neighborhood of every target with nodes that do not exist.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ MAX_TARGETS = 16
 """Targets of one request."""
 
 MAX_NAMED = 256
-"""How many nodes named by others are kept for one target. If 64 nodes name different ones, four of each are kept."""
+"""How many nodes named by others, and not asked yet, are kept for one target: the nearest ones."""
 
 MAX_ASKED = 128
 """How many nodes named by others are asked for one target. Without liars, about thirty are, in a swarm of thousands."""
@@ -57,56 +56,42 @@ class _Neighborhood:
     Attributes:
         nearest: all of them.
         own: those that this peer knew by itself: looking for them among all takes long.
-        asked: of the others, how many were asked.
+        waiting: those that others named and that were not asked yet.
+        asked: how many that others named were asked.
     """
 
     def __init__(self, target: bytes) -> None:
         self._place = position(target)
-        self._ranks: dict[PeerID, int] = {}
-        """Of each one that others named and that was not asked yet: its best place among one node's names."""
-        self._by_rank: list[dict[PeerID, None]] = [{} for _ in range(BUCKET_NODES)]
         self.nearest: list[tuple[int, PeerID]] = []
         self.own: list[tuple[int, PeerID]] = []
+        self.waiting: set[PeerID] = set()
         self.asked = 0
 
     def add_own(self, peer: PeerID) -> None:
         """This peer knew a node by itself."""
-        self._insert(self.nearest, peer)
-        self._insert(self.own, peer)
+        bisect.insort(self.own, self._insert(peer), key=_distance_of)
 
-    def add_named(self, peer: PeerID, rank: int) -> PeerID | None:
-        """Another node named a new one, as its `rank`th. Returns which node is known no longer, if any."""
-        self._ranks[peer] = rank
-        self._by_rank[rank][peer] = None
-        self._insert(self.nearest, peer)
-        if len(self._ranks) + self.asked <= MAX_NAMED:
+    def add_named(self, peer: PeerID) -> PeerID | None:
+        """Another node named a new one. Returns which node is known no longer, if any."""
+        self._insert(peer)
+        self.waiting.add(peer)
+        if len(self.waiting) <= MAX_NAMED:
             return None
-        last = next(reversed(next(filter(None, reversed(self._by_rank)))))  # of the last rank, the newest
-        self._forget_rank(last)
-        self.nearest.pop(bisect.bisect_left(self.nearest, self._distance(last), key=_distance_of))
-        return last
-
-    def name_again(self, peer: PeerID, rank: int) -> None:
-        """Another node has named it, too."""
-        if rank < self._ranks.get(peer, 0):
-            self._forget_rank(peer)
-            self._ranks[peer] = rank
-            self._by_rank[rank][peer] = None
+        last = next(index for index in reversed(range(len(self.nearest))) if self.nearest[index][1] in self.waiting)
+        _, dropped = self.nearest.pop(last)
+        self.waiting.discard(dropped)
+        return dropped
 
     def note_asked(self, peer: PeerID) -> None:
         """A node is asked for this target."""
-        if peer in self._ranks:
-            self._forget_rank(peer)
+        if peer in self.waiting:
+            self.waiting.discard(peer)
             self.asked += 1
 
-    def _forget_rank(self, peer: PeerID) -> None:
-        del self._by_rank[self._ranks.pop(peer)][peer]
-
-    def _insert(self, order: list[tuple[int, PeerID]], peer: PeerID) -> None:
-        bisect.insort(order, (self._distance(peer), peer), key=_distance_of)
-
-    def _distance(self, peer: PeerID) -> int:
-        return position(node_id_of(peer)) ^ self._place
+    def _insert(self, peer: PeerID) -> tuple[int, PeerID]:
+        found = position(node_id_of(peer)) ^ self._place, peer
+        bisect.insort(self.nearest, found, key=_distance_of)
+        return found
 
 
 def _distance_of(known: tuple[int, PeerID]) -> int:
@@ -167,9 +152,9 @@ class Search:
             self._wanted_for.clear()
         node.answered = True
         for target in request.targets:
-            for rank, peer in enumerate(neighbors.get(target, ())[:BUCKET_NODES]):
+            for peer in neighbors.get(target, ())[:BUCKET_NODES]:
                 if peer != self._own:
-                    self._learn(target, peer, rank, request.peer)
+                    self._learn(target, peer, request.peer)
 
     def failed(self, request: Request) -> None:
         """A node did not answer, or wrongly."""
@@ -218,21 +203,21 @@ class Search:
     def _is_credible(self, node: _Node) -> bool:
         return node.own or node.answered or any(self._false_names[one] < MAX_FALSE_NAMES for one in node.named_by)
 
-    def _learn(self, target: bytes, peer: PeerID, rank: int, named_by: PeerID) -> None:
-        node, near = self._nodes.get(peer), self._near[target]
+    def _learn(self, target: bytes, peer: PeerID, named_by: PeerID) -> None:
+        node = self._nodes.get(peer)
         if node is None:
             if self._is_silent(peer):
                 return
             node = self._nodes[peer] = _Node(own=False)
-        if not node.own:
-            node.named_by.add(named_by)
-            if target in node.targets:
-                near.name_again(peer, rank)
-                return
-            node.targets.add(target)
-            self._planned = None
-            self._wanted_for.pop(target, None)
-            if (dropped := near.add_named(peer, rank)) is not None:
-                self._nodes[dropped].targets.discard(target)
-                if not self._nodes[dropped].targets:
-                    del self._nodes[dropped]
+        if node.own:
+            return
+        node.named_by.add(named_by)
+        if target in node.targets:
+            return
+        node.targets.add(target)
+        self._planned = None
+        self._wanted_for.pop(target, None)
+        if (dropped := self._near[target].add_named(peer)) is not None:
+            self._nodes[dropped].targets.discard(target)
+            if not self._nodes[dropped].targets:
+                del self._nodes[dropped]

@@ -69,31 +69,19 @@ KnownRelays = Callable[[], Awaitable[Sequence[Relay]]]
 
 
 @dataclass(frozen=True, slots=True)
-class _Proof:
-    """That a relay carries connections.
-
-    Attributes:
-        until: when it has to be tried out anew.
-        doubts: how many there had been.
-    """
-
-    until: float
-    doubts: int
-
-
-@dataclass(frozen=True, slots=True)
 class _Place:
     """A place at a relay. Times are those of the monotonic clock.
 
     Attributes:
         heartbeat: on the connection with which the relay would forget the place.
+        prove_at: when it has to be tried out anew that the relay carries connections.
         losses: how often it was lost before, each time soon.
     """
 
     relay: Relay
     heartbeat: Heartbeat
     renew_at: float
-    proof: _Proof
+    prove_at: float
     beat_at: float
     since: float
     losses: int
@@ -129,7 +117,8 @@ class RelayPlaces:
         self._on_change = on_change
         self._own_id: str = p2p.peer_id.to_base58()
         self._held: dict[str, _Place] = {}
-        self._doubts = 0
+        self._doubted: set[str] = set()
+        """Relays that have to be tried out at once."""
         self._regaining = 0
         self._told: tuple[tuple[Relay, ...], bool] = (), False
         self._failed_at: dict[str, float] = {}
@@ -147,7 +136,7 @@ class RelayPlaces:
 
     def doubt(self) -> None:
         """A connection could not be carried: try out soon whether the places still work."""
-        self._doubts += 1
+        self._doubted.update(self._held)
 
     async def run(self) -> None:
         """Hold places until this is canceled."""
@@ -234,12 +223,12 @@ class RelayPlaces:
         heartbeat = await Heartbeat.open(self._p2p, PeerID.from_base58(relay.peer_id), RELAY_TIMEOUT_S)
         try:
             renew_at = await self._reserve(relay)
-            proof = await self._prove(relay)
+            prove_at = await self._prove(relay)
         except BaseException:
             heartbeat.close()
             raise
         now = time.monotonic()
-        return _Place(relay, heartbeat, renew_at, proof, now + BEAT_PERIOD_S, now, losses)
+        return _Place(relay, heartbeat, renew_at, prove_at, now + BEAT_PERIOD_S, now, losses)
 
     async def _check(self, place: _Place) -> None:
         now, relay = time.monotonic(), place.relay
@@ -251,8 +240,8 @@ class RelayPlaces:
                 place = replace(place, beat_at=now + BEAT_PERIOD_S)
             if now >= place.renew_at:
                 place = replace(place, renew_at=await self._reserve(relay))
-            if now >= place.proof.until or place.proof.doubts < self._doubts:
-                place = replace(place, proof=await self._prove(relay))
+            if now >= place.prove_at or relay.peer_id in self._doubted:
+                place = replace(place, prove_at=await self._prove(relay))
             self._held[relay.peer_id] = place
         except RemoteError as error:
             logger.debug("relay …%s: %s; connecting again", relay.peer_id[-6:], error)
@@ -312,11 +301,11 @@ class RelayPlaces:
             )
         return time.monotonic() + place.seconds * RENEW_SHARE
 
-    async def _prove(self, relay: Relay) -> _Proof:
-        """Try out that a relay carries connections. Raises `RemoteError`."""
-        doubts = self._doubts
+    async def _prove(self, relay: Relay) -> float:
+        """Try out that a relay carries connections; when to do it again. Raises `RemoteError`."""
+        self._doubted.discard(relay.peer_id)  # before it is tried: what is doubted meanwhile is tried again
         await self._dialer.dial(self._own_id, relay.circuit(), RELAY_TIMEOUT_S)
-        return _Proof(time.monotonic() + PROVE_PERIOD_S, doubts)
+        return time.monotonic() + PROVE_PERIOD_S
 
     async def _connect(self, relay: Relay) -> Relay:
         """Connect to a relay. Returns it with the IP address to which its host name leads. Raises `PeerLost`."""

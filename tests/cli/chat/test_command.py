@@ -1,4 +1,4 @@
-"""`swarm chat` with a real model of a real swarm: over a gateway, and directly."""
+"""`swarm chat` with a real model of a real swarm."""
 
 from __future__ import annotations
 
@@ -14,8 +14,6 @@ from pathlib import Path
 import psutil
 import pytest
 
-from swarm.gateway import api_keys
-from tests.gateways import run_gateway
 from tests.scripted import make_scripted
 from tests.swarms import run_swarm
 from tests.terminals import at_terminal
@@ -35,27 +33,9 @@ def swarm(tmp_path_factory: pytest.TempPathFactory):
 
 
 @pytest.fixture(scope="module")
-def key_file(tmp_path_factory: pytest.TempPathFactory):
-    return tmp_path_factory.mktemp("keys") / "keys.yaml"
-
-
-@pytest.fixture(scope="module")
-def key(key_file):
-    return api_keys.add_key(key_file, "ann", api_keys.KeyLimits(None, None, None))
-
-
-@pytest.fixture(scope="module")
-def gateway(swarm, key, key_file):
-    with run_gateway(swarm, keys=key_file) as running:
-        yield running
-
-
-@pytest.fixture(scope="module", params=["gateway", "swarm"])
-def way(request: pytest.FixtureRequest, swarm, gateway, key):
-    """Options that choose the gateway or the swarm, and the environment."""
-    if request.param == "gateway":
-        return ("--url", gateway.api), {"SWARM_API_KEY": key}
-    return (swarm.model, "--initial-peers", swarm.address), {}
+def way(swarm):
+    """The arguments that choose the model and the swarm."""
+    return (swarm.model, "--initial-peers", swarm.address)
 
 
 def run(arguments: Sequence[str], lines: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -72,11 +52,10 @@ def run(arguments: Sequence[str], lines: str, **environment: str) -> subprocess.
 
 
 def test_each_line_of_a_script_is_a_message(way, tmp_path: Path):
-    options, environment = way
     saved = tmp_path / "talk.json"
     lines = f"say hello\n\nbe evil\n/route\n//hello\n/save {saved}\n/quit\nnever asked\n"
     settings = ("--system", "Be kind.", "--temperature", "0", "--early-exit", "0.1")
-    done = run((*options, *settings), lines, **environment)
+    done = run((*way, *settings), lines)
     assert done.returncode == 0, done.stderr
     assert done.stdout == f"{HELLO}\nlook [2J]52;c;aGVsbG8= here 31m and there, over\n{HELLO}\n"
     footer = r"^\d+ tokens in \d+\.\d s, \d+\.\d tokens/s · 0:3 …\w{6} \(ann's laptop\) → 3:6 …\w{6} \(ann's laptop\)$"
@@ -88,11 +67,9 @@ def test_each_line_of_a_script_is_a_message(way, tmp_path: Path):
 
 
 def test_input_that_is_not_utf_8_is_told_and_the_next_line_answered(way, tmp_path: Path):
-    options, environment = way
-    errors = "strict" if environment else "surrogateescape"
     saved = tmp_path / "talk.json"
     lines = f"caf\udce9\nsay hello\n/save {saved}\n/save {tmp_path}/\0\n"
-    done = run((*options, "--system", "Be k\udcefnd."), lines, **environment, PYTHONIOENCODING=f"utf-8:{errors}")
+    done = run((*way, "--system", "Be k\udcefnd."), lines, PYTHONIOENCODING="utf-8:strict")
     assert (done.returncode, done.stdout) == (2, f"{SCRIPTS['']}\n{HELLO}\n"), done.stderr
     assert "--system is not UTF-8; \ufffd stands for what cannot be read. Convert it" in done.stderr
     assert done.stderr.count("This line is not UTF-8") == 1
@@ -101,8 +78,8 @@ def test_input_that_is_not_utf_8_is_told_and_the_next_line_answered(way, tmp_pat
     assert said == ["Be k\ufffdnd.", "caf\ufffd", SCRIPTS[""], "say hello", HELLO]
 
 
-def test_keys_that_are_not_utf_8_are_told(gateway, key):
-    with at_terminal((*CHAT, "--url", gateway.url), SWARM_API_KEY=key, PYTHONIOENCODING="utf-8") as screen:
+def test_keys_that_are_not_utf_8_are_told(way):
+    with at_terminal((*CHAT, *way), PYTHONIOENCODING="utf-8") as screen:
         screen.wait_for("> ")
         screen.type("caf\udcff now\n")
         screen.wait_for("This line is not UTF-8")
@@ -115,8 +92,7 @@ def test_keys_that_are_not_utf_8_are_told(gateway, key):
 
 
 def test_ctrl_c_stops_the_answer_and_not_the_conversation(way):
-    options, environment = way
-    with at_terminal((*CHAT, *options), **environment) as screen:
+    with at_terminal((*CHAT, *way)) as screen:
         screen.wait_for(r"parrot\. /help lists commands.*\n> ")
         screen.type("tell me long\n")
         screen.wait_for("word20")
@@ -142,8 +118,8 @@ def test_ctrl_c_stops_the_answer_and_not_the_conversation(way):
     assert b"\x1b[2m" in screen.raw  # what is not the answer is faint
 
 
-def test_line_history_and_no_color(gateway, key):
-    with at_terminal((*CHAT, "--url", gateway.url), SWARM_API_KEY=key, NO_COLOR="1") as screen:
+def test_line_history_and_no_color(way):
+    with at_terminal((*CHAT, *way), NO_COLOR="1") as screen:
         screen.wait_for("> ")
         screen.type("say hello\n")
         screen.wait_for(r"tokens/s.*\n> ")
@@ -156,13 +132,13 @@ def test_line_history_and_no_color(gateway, key):
 
 
 @pytest.mark.slow
-def test_a_server_that_dies_is_a_notice(gateway, key, swarm):
-    spare = swarm.start("3:6", name="spare").wait_ready()
-    with at_terminal((*CHAT, "--url", gateway.url), SWARM_API_KEY=key) as screen:
+def test_a_server_that_dies_is_a_notice(way, swarm):
+    swarm.start("3:6", name="spare").wait_ready()
+    with at_terminal((*CHAT, *way)) as screen:
         screen.wait_for("> ")
         screen.type("tell me long\n")
         screen.wait_for("word20")
-        victim = _behind(gateway, swarm, spare)
+        victim = _behind(swarm)
         victim.kill()
         screen.wait_for("with blocks 3:6 failed; looking for another server")
         screen.wait_for(r"continuing after \d+\.\d s")
@@ -170,7 +146,7 @@ def test_a_server_that_dies_is_a_notice(gateway, key, swarm):
         screen.wait_for("tokens/s")
 
 
-def _behind(gateway, swarm, spare):
+def _behind(swarm):
     """The server of 3:6 that has the open session: the one that uses the processor."""
     deadline = time.monotonic() + 60
     holders = swarm.holders("3:6")
@@ -187,30 +163,18 @@ def _behind(gateway, swarm, spare):
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        ((), 2, "a swarm or a gateway is required: --initial-peers ADDRESS... of a swarm"),
-        (("--url", "gateway"), 2, "such as http://127.0.0.1:8000/v1"),
-        (("--url", "http://127.0.0.1:1/v1"), 1, "cannot be reached"),
-        (("--url", "http://127.0.0.1:1/v1", "--digests", "weights.json"), 2, "the gateway decides"),
+        ((), 2, "a swarm is required: give --initial-peers ADDRESS..."),
         (("--initial-peers", "/ip4/127.0.0.1/tcp/1"), 2, "does not end in /p2p/PEER_ID"),
     ],
 )
-def test_a_swarm_or_a_gateway_is_required(arguments, code, message):
+def test_a_swarm_is_required(arguments, code, message):
     done = run(arguments, "hello\n", SWARM_INITIAL_PEERS="")
     assert (done.returncode, done.stdout) == (code, "")
     assert done.stderr.count("\n") == 1
     assert message in done.stderr
 
 
-def test_a_wrong_key_and_a_wrong_model(gateway, key):
-    done = run(("--url", gateway.api), "hello\n", SWARM_API_KEY="sk-swarm-wrong")
-    assert done.returncode == 1
-    assert "does not know the key" in done.stderr
-    done = run(("other", "--url", gateway.api), "hello\n", SWARM_API_KEY=key)
-    assert done.returncode == 2
-    assert "does not serve other; it has: parrot" in done.stderr
-
-
-def test_a_failure_ends_a_script(gateway, key):
-    done = run(("--url", gateway.api, "--max-tokens", "100000"), "hello\nhello\n", SWARM_API_KEY=key)
+def test_a_failure_ends_a_script(way):
+    done = run((*way, "--max-tokens", "100000"), "hello\nhello\n")
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr.count("leaves room for") == 1

@@ -1,4 +1,4 @@
-"""Lines of a conversation, and pieces of an answer: their form is validated, and none controls the terminal."""
+"""Lines of a conversation, and pieces of an answer, none of which controls the terminal."""
 
 from __future__ import annotations
 
@@ -10,30 +10,21 @@ from hypothesis import strategies as st
 
 from swarm.cli.chat.conversation import (
     COMMANDS,
-    ChatFailed,
     Conversation,
     ConversationMessage,
     InvalidCommand,
     NoticePiece,
     RoutePiece,
-    SummaryPiece,
     TextPiece,
     parse_command,
     parse_message,
-    read_chunk,
-    read_detail,
     strip_controls,
 )
-
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
-    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
-    max_leaves=8,
-)
-
-
-def chunk(content: object) -> dict[str, object]:
-    return {"choices": [{"index": 0, "delta": {"content": content}}]}
+from swarm.cli.chat.swarm_backend import piece_of
+from swarm.client.routes.events import BlocksMissing, HopLost, Recovered, Replayed, RouteTaken
+from swarm.data_structures import Hop, Route, Span
+from swarm.generation.sequence_output import SequenceDelta
+from tests.infos import server_info
 
 
 def test_control_characters_are_stripped():
@@ -56,44 +47,20 @@ def test_stripped_text_has_no_control_characters(text):
     assert strip_controls(strip_controls(text)) == strip_controls(text)
 
 
-@given(JSON)
-def test_any_json_is_read_or_rejected(body):
-    for read in (read_chunk, read_detail):
-        try:
-            piece = read(body)
-        except ChatFailed:
-            continue
-        assert piece is None or isinstance(piece, TextPiece | RoutePiece | NoticePiece | SummaryPiece)
-
-
-def test_chunks():
-    assert read_chunk(chunk("hi")) == TextPiece("hi")
-    assert read_chunk(chunk("\x1b]0;title\x07hi")) == TextPiece("]0;titlehi")
-    assert read_chunk(chunk(None)) is None
-    assert read_chunk({"choices": [], "usage": {}}) is None
-    with pytest.raises(ChatFailed, match="invalid part of an answer"):
-        read_chunk([1])
-    with pytest.raises(ChatFailed, match="nobody holds blocks 4:8"):
-        read_chunk({"error": {"message": "nobody holds\x1b blocks 4:8", "type": "server_error"}})
-
-
-def test_details():
-    hop = {"blocks": "0:4", "peer": "…ab12cd", "name": "ann's\x1b[2J " + "x" * 100}
-    route = read_detail({"kind": "route", "hops": [hop, {"blocks": "4:8", "peer": "…ef34ab"}]})
-    assert route == RoutePiece(("0:4 …ab12cd (ann's[2J " + "x" * 31 + ")", "4:8 …ef34ab"))
-    assert read_detail({"kind": "lost", "peer": "…ab12cd", "blocks": "4:8", "reason": "peer_lost"}) == NoticePiece(
+def test_what_is_shown_of_events():
+    first, second = server_info(0, 4, "peer-ab12cd", name="ann's\x1b[2J " + "x" * 100), server_info(4, 8, "peer-ef34ab")
+    route = Route((Hop(first, Span(0, 4)), Hop(second, Span(4, 8))))
+    assert piece_of(RouteTaken(route)) == RoutePiece(
+        (f"0:4 {first.short_id} (ann's[2J " + "x" * 31 + ")", f"4:8 {second.short_id}")
+    )
+    assert piece_of(HopLost("peer-ab12cd", Span(4, 8), "peer_lost")) == NoticePiece(
         "…ab12cd with blocks 4:8 failed; looking for another server"
     )
-    assert read_detail({"kind": "missing", "blocks": "4:8"}) == NoticePiece(
-        "no server holds blocks 4:8; waiting for one"
-    )
-    assert read_detail({"kind": "recovered", "seconds": 0.07}) == NoticePiece("continuing after 0.1 s")
-    assert read_detail({"kind": "done", "tokens": 3, "seconds": 1.5, "first_token_seconds": 0.1}) == SummaryPiece(
-        3, 1.5, None
-    )
-    assert read_detail({"kind": "of tomorrow"}) is None
-    with pytest.raises(ChatFailed, match="invalid detail"):
-        read_detail({"kind": "route", "hops": 7})
+    assert piece_of(BlocksMissing((4, 5, 6, 7))) == NoticePiece("no server holds blocks 4:8; waiting for one")
+    assert piece_of(Recovered(0.07)) == NoticePiece("continuing after 0.1 s")
+    assert piece_of(SequenceDelta("\x1b]0;title\x07hi")) == TextPiece("]0;titlehi")
+    assert piece_of(SequenceDelta("")) is None
+    assert piece_of(Replayed(Span(0, 4), 7)) is None
 
 
 def roles(conversation: Conversation) -> str:
