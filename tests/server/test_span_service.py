@@ -30,7 +30,6 @@ from swarm.server.memory_budget import MemoryBudget
 from swarm.server.resolved_config import ResolvedConfig
 from swarm.server.sessions.session import SessionTerms
 from swarm.server.span_service import SpanService
-from swarm.server.throughput.throughput_cache import ThroughputOption
 from tests import zoo
 from tests.memory_hub import MemoryHub, MemoryNetwork
 
@@ -55,7 +54,7 @@ def save_adapter(folder: Path) -> str:
 
 def resolved(checkpoint: Checkpoint, *adapters: str, **options: Any) -> ResolvedConfig:
     return ResolvedConfig(
-        options=ServerConfig(throughput=ThroughputOption(100.0), adapters=adapters, **options),
+        options=ServerConfig(throughput=100.0, adapters=adapters, **options),
         checkpoint=checkpoint,
         device=torch.device("cpu"),
         dtype=torch.float32,
@@ -135,7 +134,7 @@ def test_blocks_on_flash_are_counted_and_let_go_of_when_the_server_leaves(checkp
     footprint = flash_footprint(checkpoint, torch.float32, planned)
     flash = FlashBudget(footprint, 10**9, 64, 70_000, PackedModel.of(checkpoint, torch.float32, tmp_path))
     config = ResolvedConfig(
-        options=ServerConfig(throughput=ThroughputOption(100.0)),
+        options=ServerConfig(throughput=100.0),
         checkpoint=checkpoint,
         device=torch.device("cpu"),
         dtype=torch.float32,
