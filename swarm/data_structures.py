@@ -277,8 +277,6 @@ class FlashUse:
         selected: neurons selected for tokens, of `selectable`, summed over tokens and blocks.
         active: neurons of sampled tokens that were active.
         missed: those of them that would not have been selected.
-        ahead: experts that were read before it was known that they are needed.
-        ahead_hits: those of them that were needed before they left memory.
     """
 
     read_bytes: int = 0
@@ -290,8 +288,6 @@ class FlashUse:
     selectable: int = 0
     active: int = 0
     missed: int = 0
-    ahead: int = 0
-    ahead_hits: int = 0
 
     def since(self, earlier: FlashUse) -> FlashUse:
         """What was read and selected after `earlier`."""

@@ -85,8 +85,6 @@ class FlashSpan:
             selectable=sum(one.tokens * one.neurons for one in neurons),
             active=sum(one.sampled_active for one in neurons),
             missed=sum(one.sampled_missed for one in neurons),
-            ahead=sum(one.look_ahead_reads for one in experts),
-            ahead_hits=sum(one.look_ahead_hits for one in experts),
         )
 
     def close(self) -> None:
