@@ -10,8 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from swarm.errors import MissingBlocks
-from swarm.models.flash.files.block_files import FOLDER_NAME
-from swarm.models.flash.files.inventory import stored_models
+from swarm.models.flash.files.block_files import FOLDER_NAME, LOCKS_FOLDER, packed_files
 from swarm.server.flash_budget import FlashOption
 from tests import zoo
 from tests.swarms import run_client, run_swarm
@@ -72,9 +71,8 @@ def test_a_server_on_flash_moves_to_other_blocks(checkpoint, tmp_path):
 
 def blocks_on_flash(cache: Path) -> set[int]:
     """The blocks of the only model that was prepared."""
-    (stored,) = stored_models(cache / FOLDER_NAME)
-    (kind,) = stored.kinds
-    return set(kind.blocks)
+    (folder,) = [path for path in (cache / FOLDER_NAME).iterdir() if path.name != LOCKS_FOLDER]
+    return {file.block for file in packed_files(folder) if file.part == "json" and file.finished}
 
 
 @pytest.mark.slow

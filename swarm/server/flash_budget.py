@@ -178,8 +178,8 @@ class FlashBudget:
             check_space(self.packed, self._planned(Span(0, 1)))
         if held < paying:
             logger.warning(
-                "Flash: %d blocks would pay, and the drive of %s has room for %d; free some space (swarm flash show, "
-                "swarm flash clean) or choose another drive with --cache-dir",
+                "Flash: %d blocks would pay, and the drive of %s has room for %d; free some space there, or "
+                "choose another drive with --cache-dir",
                 paying,
                 self.packed.root,
                 held,

@@ -173,4 +173,4 @@ def _parsed(path: Path, metadata: str | None, digest: str) -> _Metadata:
 
 
 def _refusal(path: Path, reason: str) -> PackedFileError:
-    return PackedFileError(f"the predictor {path} cannot be used: {reason}; prepare the model again with `swarm flash`")
+    return PackedFileError(f"the predictor {path} cannot be used: {reason}")
