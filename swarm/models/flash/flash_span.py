@@ -83,8 +83,6 @@ class FlashSpan:
             hits=sum(one.hits for one in experts) + sum(one.needed - one.read for one in neurons),
             selected=sum(one.selected for one in neurons),
             selectable=sum(one.tokens * one.neurons for one in neurons),
-            active=sum(one.sampled_active for one in neurons),
-            missed=sum(one.sampled_missed for one in neurons),
         )
 
     def close(self) -> None:
