@@ -275,10 +275,6 @@ class FlashUse:
         needed: experts or neurons that forwards needed, summed over blocks.
         hits: those of them that were in memory.
         selected: neurons selected for tokens, of `selectable`, summed over tokens and blocks.
-        active: neurons of sampled tokens that were active.
-        missed: those of them that would not have been selected.
-        ahead: experts that were read before it was known that they are needed.
-        ahead_hits: those of them that were needed before they left memory.
     """
 
     read_bytes: int = 0
@@ -288,10 +284,6 @@ class FlashUse:
     hits: int = 0
     selected: int = 0
     selectable: int = 0
-    active: int = 0
-    missed: int = 0
-    ahead: int = 0
-    ahead_hits: int = 0
 
     def since(self, earlier: FlashUse) -> FlashUse:
         """What was read and selected after `earlier`."""

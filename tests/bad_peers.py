@@ -27,7 +27,6 @@ from swarm.errors import PeerLost
 from swarm.protocol import messages
 from swarm.server.config import ServerConfig
 from swarm.server.lifecycle import Server
-from swarm.server.throughput.throughput_cache import ThroughputOption
 from swarm.transport.dht.records import Record, sign, subkey_of
 from swarm.transport.p2p import P2PConfig, Peer
 from swarm.transport.stream import Stream
@@ -152,7 +151,7 @@ def start_bad_server(
 ) -> ServerProcess:
     """A process that looks like the best server for these blocks."""
     make = functools.partial(BadServer, wrap=functools.partial(LyingStream, lie=lie, applies=applies))
-    throughput = ThroughputOption(ATTRACTIVE)
+    throughput = ATTRACTIVE
     return swarm.start(blocks, make=make, dtype="float32", throughput=throughput).wait_ready()
 
 

@@ -28,7 +28,6 @@ from swarm.membership.invite import Invite
 from swarm.models.checkpoints.checkpoint import open_checkpoint
 from swarm.models.checkpoints.known_digests import encode_digest_file, write_digest_file
 from swarm.server.config import BlocksOption, ServerConfig
-from swarm.server.throughput.throughput_cache import ThroughputOption
 from swarm.transport.p2p import P2PConfig
 from tests.server_caches import CachedSession
 
@@ -181,8 +180,7 @@ class TestSwarm:
             model=self.model,
             blocks=BlocksOption.parse(blocks),
             p2p=P2PConfig(initial_peers=peers, host_maddrs=LOOPBACK, membership=self.membership),
-            throughput=ThroughputOption(1000.0),
-            throughput_cache=Path(self.folder) / "throughput.json",
+            throughput=1000.0,
             stay=True,
             update_period=10.0,
             threads=1,

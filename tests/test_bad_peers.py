@@ -23,7 +23,6 @@ from swarm.models.checkpoints.checkpoint import DEMO_FOLDER
 from swarm.protocol import messages
 from swarm.routing.peer_health import PeerFailure, PeerHealth
 from swarm.server.sessions.push_link import MIN_BYTES_PER_S, PUSH_TIMEOUT_S
-from swarm.server.throughput.throughput_cache import ThroughputOption
 from tests import bad_peers
 from tests.bad_peers import (
     Forger,
@@ -66,7 +65,7 @@ def swarm() -> Iterator[TestSwarm]:
 
     They say that they are slow, so that a bad server is everybody's first choice.
     """
-    with run_swarm(DEMO_FOLDER, SPANS, dtype="float32", throughput=ThroughputOption(40.0)) as swarm:
+    with run_swarm(DEMO_FOLDER, SPANS, dtype="float32", throughput=40.0) as swarm:
         yield swarm
 
 
@@ -291,7 +290,7 @@ TOKENS, WARM_UP, REQUESTS, STREAMS = 400, 10, 60, 6
 @pytest.mark.slow
 def test_a_client_that_never_reads(swarm: TestSwarm, bystander: Any, prompt: torch.Tensor, expected: list[int]) -> None:
     """Its streams stand still and are given up in the end; what it is owed stays small, and the server can leave."""
-    server = swarm.start("4:8", dtype="float32", throughput=ThroughputOption(40.0)).wait_ready()
+    server = swarm.start("4:8", dtype="float32", throughput=40.0).wait_ready()
     try:
         hidden = np.zeros((TOKENS, bystander.config.hidden_size), dtype=np.float32)
         with run_client(swarm, dtype="float32") as model, run_peer(swarm) as (peer, background):

@@ -10,10 +10,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from swarm.errors import MissingBlocks
-from swarm.models.flash.files.block_files import FOLDER_NAME
-from swarm.models.flash.files.inventory import stored_models
+from swarm.models.flash.files.block_files import FOLDER_NAME, LOCKS_FOLDER, packed_files
 from swarm.server.flash_budget import FlashOption
-from swarm.server.throughput.throughput_cache import ThroughputOption
 from tests import zoo
 from tests.swarms import run_client, run_swarm
 
@@ -48,9 +46,9 @@ def test_a_server_on_flash_moves_to_other_blocks(checkpoint, tmp_path):
     cache = tmp_path / "cache"
     flash = {"flash": FlashOption(memory=100_000), "cache_dir": cache}
     # So slow that a route goes through the one on flash, whatever a busy machine makes of their round trips.
-    with run_swarm(checkpoint, ["0:4"], update_period=PERIOD_S, throughput=ThroughputOption(1.0)) as swarm:
+    with run_swarm(checkpoint, ["0:4"], update_period=PERIOD_S, throughput=1.0) as swarm:
         tail = swarm.start("4:6", update_period=PERIOD_S).wait_ready()
-        quick = ThroughputOption(1e6)
+        quick = 1e6
         moving = swarm.start("3", update_period=PERIOD_S, stay=False, throughput=quick, **flash).wait_ready()
         home = blocks_on_flash(cache)
         assert len(home) == 3
@@ -73,9 +71,8 @@ def test_a_server_on_flash_moves_to_other_blocks(checkpoint, tmp_path):
 
 def blocks_on_flash(cache: Path) -> set[int]:
     """The blocks of the only model that was prepared."""
-    (stored,) = stored_models(cache / FOLDER_NAME)
-    (kind,) = stored.kinds
-    return set(kind.blocks)
+    (folder,) = [path for path in (cache / FOLDER_NAME).iterdir() if path.name != LOCKS_FOLDER]
+    return {file.block for file in packed_files(folder) if file.part == "json" and file.finished}
 
 
 @pytest.mark.slow
@@ -107,7 +104,7 @@ def test_a_drive_that_fails_in_mid_text_is_left_for_another_server(checkpoint, t
     cache = tmp_path / "cache"
     flash = {"flash": FlashOption(memory=100_000), "cache_dir": cache}
     with run_swarm(checkpoint, ["0:3"]) as swarm:
-        failing = swarm.start("3:6", throughput=ThroughputOption(1e6), **flash).wait_ready()
+        failing = swarm.start("3:6", throughput=1e6, **flash).wait_ready()
         with run_client(swarm) as model, model.inference_session(max_length=64) as session:
             prompt = torch.tensor([zoo.PROMPTS[0]])
             begun = model.generate(prompt, max_new_tokens=5, do_sample=False, session=session)

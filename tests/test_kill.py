@@ -24,7 +24,6 @@ from swarm.client.hops.hop_session import HopSession
 from swarm.client.session import InferenceSession
 from swarm.errors import MissingBlocks
 from swarm.models.checkpoints.checkpoint import DEMO_FOLDER
-from swarm.server.throughput.throughput_cache import ThroughputOption
 from tests.disturbances import Before, Event, demo_prompt, demo_text, dripping, greedy, holder, write
 from tests.slow import slow_except
 from tests.swarms import ServerProcess, TestSwarm, run_client, run_swarm
@@ -315,7 +314,7 @@ def test_a_session_is_resumed_when_servers_return(swarm: TestSwarm, prompt: torc
 @pytest.mark.usefixtures("patient")
 def test_the_replacement_is_cut_differently(swarm: TestSwarm, prompt: torch.Tensor, expected: list[int]) -> None:
     # Too slow to be anybody's first choice.
-    others = [swarm.start(blocks, dtype="float32", throughput=ThroughputOption(1.0)) for blocks in ("0:6", "6:12")]
+    others = [swarm.start(blocks, dtype="float32", throughput=1.0) for blocks in ("0:6", "6:12")]
     first, second = (server.wait_ready().peer_id for server in others)
     allowed = [first, second, *(swarm.holders(blocks)[0].peer_id for blocks in SPANS)]
     routes: list[list[tuple[str, str]]] = []

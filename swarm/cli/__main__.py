@@ -23,7 +23,6 @@ COMMANDS = {
     "members": "swarm.cli.members",
     "keys": "swarm.cli.keys",
     "digest": "swarm.cli.digest",
-    "flash": "swarm.cli.flash",
 }
 
 

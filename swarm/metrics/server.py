@@ -241,10 +241,6 @@ class FlashMetrics:
             "hits": counter("hit_records", "Needed experts and neurons that were in memory."),
             "selected": counter("selected_neurons", "Neurons selected, summed over tokens."),
             "selectable": counter("selectable_neurons", "Neurons that could have been selected."),
-            "active": counter("sampled_active_neurons", "Active neurons of sampled tokens."),
-            "missed": counter("sampled_missed_neurons", "Active neurons that would not have been selected."),
-            "ahead": counter("ahead_records", "Experts that were read ahead."),
-            "ahead_hits": counter("ahead_hit_records", "Experts that were read ahead and then needed."),
         }
 
     def count(self, use: FlashUse) -> None:

@@ -81,7 +81,7 @@ OPTIONS_AS_GIVEN = (
 @click.option(
     "--throughput",
     default="auto",
-    help="Blocks that this server computes per second for one token. auto: measure once and remember; measure: again.",
+    help="Blocks that this server computes per second for one token. auto: measure at each start.",
 )
 @click.option("--stay", is_flag=True, help="Never move to other blocks, even where the swarm needs this server more.")
 @click.option("--name", default="", help="Name that others see.")
@@ -163,9 +163,8 @@ def _server_config(options: Mapping[str, Any], peers: tuple[str, ...]) -> Server
     """The configuration that these command line options ask for. Raises `InvalidOption` or `InvalidSpan`."""
     from swarm.membership.invite import read_invite
     from swarm.metrics.endpoint import MetricsAddress
-    from swarm.server.config import BlocksOption, ExitsOption, ServerConfig, WeightsOption
+    from swarm.server.config import BlocksOption, ExitsOption, ServerConfig, WeightsOption, parse_throughput
     from swarm.server.flash_budget import FlashOption
-    from swarm.server.throughput.throughput_cache import ThroughputOption, default_path
     from swarm.transport.p2p import P2PConfig
 
     return ServerConfig(
@@ -179,8 +178,7 @@ def _server_config(options: Mapping[str, Any], peers: tuple[str, ...]) -> Server
             membership=read_invite(options["membership"]),
             relay=options["relay"],
         ),
-        throughput=ThroughputOption.parse(options["throughput"]),
-        throughput_cache=default_path(),
+        throughput=parse_throughput(options["throughput"]),
         weights=WeightsOption(
             source=options["weights_from"],
             digests=options["digests"],

@@ -9,7 +9,6 @@ from swarm.data_structures import Span
 from swarm.errors import InvalidOption, InvalidSpan
 from swarm.metrics.endpoint import MetricsAddress
 from swarm.server.flash_budget import FlashOption
-from swarm.server.throughput.throughput_cache import ThroughputOption
 from swarm.transport.p2p import P2PConfig
 
 UPDATE_PERIOD_S = 30.0
@@ -115,6 +114,23 @@ class WeightsOption:
         return is_private if self.share is None else self.share
 
 
+MAX_THROUGHPUT = 1e9
+"""Blocks x tokens per second that an announcement may claim."""
+
+
+def parse_throughput(text: str) -> float | None:
+    """Read `--throughput`: `auto`, which is None, or blocks x tokens per second. Raises `InvalidOption`."""
+    if text == "auto":
+        return None
+    try:
+        rate = float(text)
+    except ValueError:
+        rate = 0.0
+    if not 0 < rate < MAX_THROUGHPUT:
+        raise InvalidOption(f"--throughput {text!r}: use auto or a number of blocks per second above 0")
+    return rate
+
+
 @dataclass(frozen=True)
 class ServerConfig:
     """The options of one server, as given on the command line.
@@ -126,8 +142,7 @@ class ServerConfig:
         p2p: how to take part in the network.
         device: torch device, or "auto".
         dtype: "auto", "float32", "bfloat16" or "float16".
-        throughput: what to announce: a number, or the measured throughput.
-        throughput_cache: file of earlier measurements; None to keep none.
+        throughput: blocks x tokens per second to announce; None to measure them.
         stay: never move to other blocks.
         name: shown to others beside the peer id.
         quant: format of the weights: "none", "int8", "nf4" (int4 on a CPU), or "auto".
@@ -152,8 +167,7 @@ class ServerConfig:
     p2p: P2PConfig = field(default_factory=P2PConfig)
     device: str = "auto"
     dtype: str = "auto"
-    throughput: ThroughputOption = field(default_factory=ThroughputOption)
-    throughput_cache: Path | None = None
+    throughput: float | None = None
     stay: bool = False
     name: str = ""
     quant: str = "auto"

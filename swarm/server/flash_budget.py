@@ -159,12 +159,6 @@ class FlashBudget:
         free = f"{format_bytes(self.free)} free"
         return free if self.memory is None else f"{format_bytes(self.memory)} for weights, of {free}"
 
-    @property
-    def description(self) -> str:
-        """What distinguishes it from weights in memory and from other budgets."""
-        size = format_bytes(self.memory) if self.memory is not None else "all memory"
-        return f"on flash, {size}{', exact' if self.exact else ''}"
-
     def options(self, span: Span) -> FlashOptions:
         """How to load a span."""
         return FlashOptions(self.weights(span.length), self.packed.root, self._planned(span))
@@ -184,8 +178,8 @@ class FlashBudget:
             check_space(self.packed, self._planned(Span(0, 1)))
         if held < paying:
             logger.warning(
-                "Flash: %d blocks would pay, and the drive of %s has room for %d; free some space (swarm flash show, "
-                "swarm flash clean) or choose another drive with --cache-dir",
+                "Flash: %d blocks would pay, and the drive of %s has room for %d; free some space there, or "
+                "choose another drive with --cache-dir",
                 paying,
                 self.packed.root,
                 held,

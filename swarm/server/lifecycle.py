@@ -28,7 +28,6 @@ from swarm.server.placement.initial_blocks import block_throughputs, weakest_win
 from swarm.server.placement.move_loop import MoveLoop
 from swarm.server.resolved_config import ResolvedConfig, resolve_config
 from swarm.server.span_service import SpanService
-from swarm.server.throughput.compute_measurement import remembered_throughput
 from swarm.server.throughput.link_measurement import LinkMeasurement
 from swarm.server.weight_source import WeightSharing, WeightSource
 from swarm.transport.joining import join_network
@@ -72,8 +71,8 @@ class Server:
         self._service: SpanService | None = None
         self._head: Callable[[torch.Tensor], torch.Tensor] | None = None
         """By which early hidden states are read. Loaded once: it does not depend on the blocks."""
-        self._throughput = config.throughput.rate or 1.0
-        """Blocks x tokens per second. While blocks are loading: the throughput at the former blocks, if any."""
+        self._throughput = config.throughput or 1.0
+        """Blocks x tokens per second to announce while blocks are loading."""
         self._peer: Peer | None = None
         self._weights: WeightSource | None = None
         self._sharing: WeightSharing | None = None
@@ -145,7 +144,6 @@ class Server:
 
         # 4. Blocks, announced before they are there, so that the next server takes others.
         self.span = await self._choose_span(config)
-        self._throughput = await self._expected_throughput(config, self.span)
         announced = ModelInfo(checkpoint.name, checkpoint.blocks, checkpoint.revision)
         self._announcer = Announcer(self._peer, announced, lambda: self._announcement(config), options.update_period)
         self._peer.reach.changed = lambda: self._on_reach_changed(config)
@@ -196,7 +194,8 @@ class Server:
             logger.info("Memory: %s, enough for %d of %d blocks", budget.memory_text, count, blocks)
         servers = await fetch_servers(self.peer.dht, checkpoint.name, blocks)
         # Until it has measured, it counts as much as the others do. Otherwise the next one would take the same blocks.
-        self._throughput = statistics.median([server.throughput for server in servers] or [self._throughput])
+        if self.config.throughput is None:
+            self._throughput = statistics.median([server.throughput for server in servers] or [self._throughput])
         throughputs = block_throughputs(servers, blocks)
         span = weakest_window(throughputs, count, budget.windows(count))
         budget.check_fits(span)
@@ -204,22 +203,6 @@ class Server:
         reason = "no server has some of them yet" if weakest == 0 else f"their weakest does {weakest:.1f} tokens/s"
         logger.info("Blocks: %s, because %s", span, reason)
         return span
-
-    async def _expected_throughput(self, config: ResolvedConfig, span: Span) -> float:
-        """What to announce while the blocks are loading."""
-        if self.config.throughput.rate is not None:
-            return self.config.throughput.rate
-        known = await self._compute_thread.run(
-            remembered_throughput,
-            span,
-            config.device,
-            config.dtype,
-            config.checkpoint.name,
-            config.checkpoint.revision,
-            config.weight_form,
-            self.config.throughput_cache,
-        )
-        return known.decode if known is not None else self._throughput
 
     async def _load(self, config: ResolvedConfig, span: Span) -> SpanService:
         """Load the blocks and accept clients."""

@@ -35,33 +35,6 @@ def usable(free: int) -> int:
     return int(free * MAX_MEMORY_SHARE)
 
 
-def blocks_that_fit(footprint: MemoryFootprint, free: int, cache_tokens: int) -> int:
-    """How many blocks fit into `free` bytes wherever the window lies, with room for their attention cache.
-
-    Raises `NotEnoughMemory` if not even one does.
-    """
-    budget = usable(free)
-    per_block = max(footprint.block_bytes) + cache_tokens * footprint.cache_bytes_per_token
-    count = min(len(footprint.block_bytes), budget // per_block)
-    if count <= 0:
-        raise NotEnoughMemory(
-            f"one block takes {format_bytes(per_block)} with its attention cache of {cache_tokens} tokens, and "
-            f"{format_bytes(budget)} are free; lower --cache-tokens or use --quant nf4"
-        )
-    return count
-
-
-def check_fits(footprint: MemoryFootprint, start: int, end: int, free: int, cache_tokens: int) -> None:
-    """Raise `NotEnoughMemory` if blocks [start, end) do not fit into `free` bytes."""
-    needed = footprint.span_bytes(start, end, cache_tokens)
-    if needed > usable(free):
-        raise NotEnoughMemory(
-            f"blocks {start}:{end} take {format_bytes(needed)} with an attention cache of {cache_tokens} tokens, and "
-            f"{format_bytes(usable(free))} are free; ask for fewer blocks, lower --cache-tokens "
-            "or use --quant int8"
-        )
-
-
 @dataclass(frozen=True)
 class MemoryBudget:
     """What a server's memory holds of blocks whose weights are all in memory.
@@ -87,8 +60,19 @@ class MemoryBudget:
         return f"{format_bytes(self.free)} free"
 
     def blocks_that_fit(self) -> int:
-        """How many blocks fit wherever the window lies. Raises `NotEnoughMemory` if not even one does."""
-        return blocks_that_fit(self.footprint, self.free, self.cache_tokens)
+        """How many blocks fit wherever the window lies, with room for their attention cache.
+
+        Raises `NotEnoughMemory` if not even one does.
+        """
+        footprint = self.footprint
+        per_block = max(footprint.block_bytes) + self.cache_tokens * footprint.cache_bytes_per_token
+        count = min(len(footprint.block_bytes), self.usable // per_block)
+        if count <= 0:
+            raise NotEnoughMemory(
+                f"one block takes {format_bytes(per_block)} with its attention cache of {self.cache_tokens} tokens, "
+                f"and {format_bytes(self.usable)} are free; lower --cache-tokens or use --quant nf4"
+            )
+        return count
 
     def windows(self, count: int) -> list[Span]:
         """The windows of `count` blocks that fit."""
@@ -97,12 +81,26 @@ class MemoryBudget:
 
     def fits(self, requested: Span | int | None) -> bool:
         """Whether the blocks that were asked for fit: these, this many, or any at all (None)."""
-        fitting = _fitting_blocks(self.footprint, requested, self.free, self.cache_tokens)
-        return fitting >= _enough(requested, len(self.footprint.block_bytes))
+        return self.fitting_blocks(requested) >= _enough(requested, len(self.footprint.block_bytes))
 
     def check_fits(self, span: Span) -> None:
         """Raise `NotEnoughMemory` if the blocks do not fit."""
-        check_fits(self.footprint, span.start, span.end, self.free, self.cache_tokens)
+        needed = self.footprint.span_bytes(span.start, span.end, self.cache_tokens)
+        if needed > self.usable:
+            raise NotEnoughMemory(
+                f"blocks {span} take {format_bytes(needed)} with an attention cache of {self.cache_tokens} tokens, and "
+                f"{format_bytes(self.usable)} are free; ask for fewer blocks, lower --cache-tokens or use --quant int8"
+            )
+
+    def fitting_blocks(self, requested: Span | int | None) -> int:
+        """How many of the blocks fit. Of a requested span, all or none."""
+        try:
+            if isinstance(requested, Span):
+                self.check_fits(requested)
+                return requested.length
+            return self.blocks_that_fit()
+        except NotEnoughMemory:
+            return 0
 
 
 def resolve_quantization(
@@ -129,8 +127,10 @@ def resolve_quantization(
             "Weights: %s, as asked for%s", form, " (nf4 needs a GPU and bitsandbytes)" if form != requested else ""
         )
         return form
-    needs = {form: memory_footprint(checkpoint, dtype, form) for form in _possible_forms(device)}
-    form = choose_quantization(needs, requested_blocks, free_memory(device) - reserved, cache_tokens)
+    free = free_memory(device) - reserved
+    forms = _possible_forms(device)
+    budgets = {form: MemoryBudget(memory_footprint(checkpoint, dtype, form), free, cache_tokens) for form in forms}
+    form = choose_quantization(budgets, requested_blocks)
     said = "not quantized" if form == NONE else f"{form}, because not all requested blocks fit in {dtype_name(dtype)}"
     logger.info("Weights: %s; --quant says otherwise", said)
     return form
@@ -146,43 +146,26 @@ def _possible_forms(device: torch.device) -> list[str]:
     return forms
 
 
-def choose_quantization(
-    footprints: Mapping[str, MemoryFootprint], requested: Span | int | None, free: int, cache_tokens: int
-) -> str:
+def choose_quantization(budgets: Mapping[str, MemoryBudget], requested: Span | int | None) -> str:
     """The format of the weights if none was requested: exact where the blocks fit, otherwise the first that fits.
 
     Args:
-        footprints: by format, from exact to small.
+        budgets: by format, from exact to small.
         requested: these blocks, this many, or as many as possible (None). In the last case the smallest format is used
             only if no block fits in a better one.
     """
-    blocks = len(next(iter(footprints.values())).block_bytes)
-    fitting = {form: _fitting_blocks(needs, requested, free, cache_tokens) for form, needs in footprints.items()}
+    fitting = {form: budget.fitting_blocks(requested) for form, budget in budgets.items()}
     if requested is None:
         *gentle, smallest = fitting
         best = max(gentle or [smallest], key=fitting.__getitem__)
         return best if fitting[best] else max(fitting, key=fitting.__getitem__)
-    enough = _enough(requested, blocks)
-    return next((form for form, count in fitting.items() if count >= enough), next(iter(fitting)))
+    return next((form for form, budget in budgets.items() if budget.fits(requested)), next(iter(fitting)))
 
 
 def _enough(requested: Span | int | None, blocks: int) -> int:
     if requested is None:
         return 1
     return min(requested, blocks) if isinstance(requested, int) else requested.length
-
-
-def _fitting_blocks(
-    memory_footprint: MemoryFootprint, requested: Span | int | None, free: int, cache_tokens: int
-) -> int:
-    """How many of the blocks fit. Of a requested span, all or none."""
-    try:
-        if isinstance(requested, Span):
-            check_fits(memory_footprint, requested.start, requested.end, free, cache_tokens)
-            return requested.length
-        return blocks_that_fit(memory_footprint, free, cache_tokens)
-    except NotEnoughMemory:
-        return 0
 
 
 def adapter_memory(requested: int | None, free: int) -> int:

@@ -60,11 +60,6 @@ class ResolvedConfig:
         """What memory holds of blocks on flash; None if all weights are in memory."""
         return self.budget if isinstance(self.budget, FlashBudget) else None
 
-    @property
-    def weight_form(self) -> str:
-        """How weights are held, for what depends on it: the quantization, and whether they are on flash."""
-        return self.quantization if self.flash is None else f"{self.quantization}, {self.flash.description}"
-
 
 def resolve_config(options: ServerConfig, checkpoint: Checkpoint | None = None) -> ResolvedConfig:
     """Decide device, dtype, quantization and sizes. Blocks, for a download at worst.

@@ -31,8 +31,7 @@ from swarm.server.sessions.adapter_store import AdapterLimits, AdapterStore
 from swarm.server.sessions.handler import MessageHandler
 from swarm.server.sessions.request_validation import RequestLimits
 from swarm.server.sessions.session_table import SessionTable
-from swarm.server.throughput.compute_measurement import determine_throughput
-from swarm.server.throughput.throughput_cache import Throughput
+from swarm.server.throughput.compute_measurement import Throughput, determine_throughput
 from swarm.transport.stream import Network
 
 logger = logging.getLogger(__name__)
@@ -116,7 +115,7 @@ class SpanService:
         logger.info("Loaded: %s of weights in %.1f s", format_bytes(model.weight_bytes), load_seconds)
         model = await _choose_forward(config, model, compute_thread)
         model = await _add_exits(config, model, exits, compute_thread)
-        throughput = await _measure_throughput(config, model, compute_thread)
+        throughput = await compute_thread.run(determine_throughput, config.options.throughput, model, progress=True)
         sessions = _make_session_table(config, model, observer)
         logger.info("Attention cache: room for %d tokens", sessions.capacity)
         engine = _make_engine(model, throughput, compute_thread, observer)
@@ -287,16 +286,3 @@ async def _add_exits(
         time.monotonic() - began,
     )
     return with_exits
-
-
-async def _measure_throughput(config: ResolvedConfig, model: SpanModel, compute_thread: ComputeThread) -> Throughput:
-    return await compute_thread.run(
-        determine_throughput,
-        config.options.throughput,
-        model,
-        config.checkpoint.name,
-        config.checkpoint.revision,
-        config.weight_form,
-        config.options.throughput_cache,
-        progress=True,
-    )

@@ -60,7 +60,6 @@ OPTIONS = {
     "members": {"--help"},
     "keys": {"--help"},
     "digest": {"model", "--revision", "--for-peers", "--help"},
-    "flash": {"--help"},
 }  # fmt: skip
 
 

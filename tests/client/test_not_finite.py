@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from swarm.errors import NotFiniteOutputs
-from swarm.server.throughput.throughput_cache import ThroughputOption
 from tests import zoo
 from tests.swarms import run_client, run_swarm
 from tests.waiting import wait_until
@@ -54,7 +53,7 @@ def test_what_float16_cannot_hold_is_computed_by_another_server(tmp_path: Path) 
     with run_swarm(folder, ["0:6"], dtype="bfloat16") as swarm:
         with run_client(swarm, dtype="bfloat16") as model:
             expected = model.generate(PROMPT, max_new_tokens=4, do_sample=False)
-        narrow = swarm.start("0:6", log=log, dtype="float16", throughput=ThroughputOption(1e5)).wait_ready()
+        narrow = swarm.start("0:6", log=log, dtype="float16", throughput=1e5).wait_ready()
         with run_client(swarm, dtype="bfloat16", wait_for_blocks=PATIENCE_S) as model:
             assert torch.equal(model.generate(PROMPT, max_new_tokens=4, do_sample=False), expected)
             wait_until(lambda: warnings(log))

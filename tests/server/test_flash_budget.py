@@ -33,7 +33,7 @@ def footprint(kind: RecordKind, layout: RecordLayout, blocks: int = 8) -> FlashF
 
 def budget(kind=RecordKind.BLOCK, layout=BLOCK, memory=None, usable=10**9, cache_tokens=0, root=None) -> FlashBudget:
     free = -(-usable * 10 // 9)  # 0.9 of it are usable
-    packed = PackedModel(root or Path("/nowhere"), "model", "0", torch.float32, "model")
+    packed = PackedModel(root or Path("/nowhere"), "model", "0", torch.float32)
     return FlashBudget(footprint(kind, layout), free, cache_tokens, memory, packed)
 
 

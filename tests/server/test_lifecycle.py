@@ -23,7 +23,6 @@ from swarm.errors import InvalidSpan, SwarmError
 from swarm.models.execution.span_model import SpanModel
 from swarm.server.config import BlocksOption, ServerConfig
 from swarm.server.lifecycle import Server
-from swarm.server.throughput.throughput_cache import ThroughputOption
 from swarm.transport.p2p import P2PConfig, Peer
 from tests.client.chains import RoutingPlanner
 from tests.waiting import wait_until
@@ -57,11 +56,11 @@ def hidden_states(tokens: int) -> PackedHidden:
 
 def test_three_servers_of_one_process_spread_over_the_blocks(folder: str) -> None:
     async def scenario() -> None:
-        servers = [server(folder, "2", throughput=ThroughputOption(100.0))]
+        servers = [server(folder, "2", throughput=100.0)]
         await servers[0].start()
         address = await servers[0].peer.visible_addresses()
         for _ in range(2):
-            servers.append(server(folder, "2", address, throughput=ThroughputOption(100.0)))
+            servers.append(server(folder, "2", address, throughput=100.0))
             await servers[-1].start()
         client = await client_of(servers[0])
         found = await fetch_servers(client.dht, "model", BLOCKS)
@@ -89,7 +88,7 @@ def test_a_leaving_server_finishes_the_running_step(folder: str, monkeypatch: py
         return forward(self, *args, **kwargs)
 
     async def scenario() -> None:
-        only = server(folder, "0:6", throughput=ThroughputOption(100.0))
+        only = server(folder, "0:6", throughput=100.0)
         await only.start()
         client = await client_of(only)
         [info] = await fetch_servers(client.dht, "model", BLOCKS)
@@ -122,7 +121,7 @@ def test_a_start_that_fails_leaves_nothing_behind(folder: str) -> None:
         wrong = server(folder, "5:9")
         with pytest.raises(InvalidSpan):
             await wrong.start()
-        first = server(folder, "0:6", throughput=ThroughputOption(100.0))
+        first = server(folder, "0:6", throughput=100.0)
         await first.start()
         late = server(folder, "9", await first.peer.visible_addresses())
         with pytest.raises(InvalidSpan, match="the model has 6 blocks"):

@@ -11,13 +11,7 @@ from swarm.models.checkpoints.checkpoint import open_checkpoint
 from swarm.models.checkpoints.footprint import MemoryFootprint
 from swarm.server import memory_budget as memory
 from swarm.server.limits import MAX_MEMORY_SHARE
-from swarm.server.memory_budget import (
-    blocks_that_fit,
-    check_fits,
-    choose_quantization,
-    resolve_device,
-    resolve_quantization,
-)
+from swarm.server.memory_budget import MemoryBudget, choose_quantization, resolve_device, resolve_quantization
 
 CPU = torch.device("cpu")
 
@@ -31,26 +25,27 @@ footprints = st.builds(
 @given(footprints, st.integers(0, 10**11), st.integers(1, 20_000))
 @settings(deadline=None)
 def test_what_fits_fits_wherever_the_window_lies(footprint, free, tokens):
-    blocks = len(footprint.block_bytes)
+    blocks, budget = len(footprint.block_bytes), MemoryBudget(footprint, free, tokens)
     try:
-        count = blocks_that_fit(footprint, free, tokens)
+        count = budget.blocks_that_fit()
     except NotEnoughMemory:
         heaviest = max(range(blocks), key=footprint.block_bytes.__getitem__)
         with pytest.raises(NotEnoughMemory):
-            check_fits(footprint, heaviest, heaviest + 1, free, tokens)
+            budget.check_fits(Span(heaviest, heaviest + 1))
         return
     assert 1 <= count <= blocks
     for start in range(blocks - count + 1):
-        check_fits(footprint, start, start + count, free, tokens)
+        budget.check_fits(Span(start, start + count))
 
 
 def test_the_cache_takes_room_too():
     footprint = MemoryFootprint((100,) * 10, 1)
-    assert blocks_that_fit(footprint, 2000, 1) == 10
-    assert blocks_that_fit(footprint, 2000, 500) == 3
-    check_fits(footprint, 0, 3, 2000, 500)
+    assert MemoryBudget(footprint, 2000, 1).blocks_that_fit() == 10
+    budget = MemoryBudget(footprint, 2000, 500)
+    assert budget.blocks_that_fit() == 3
+    budget.check_fits(Span(0, 3))
     with pytest.raises(NotEnoughMemory, match=r"blocks 0:4 take 2.4 KB .*500 tokens.*1.8 KB are free"):
-        check_fits(footprint, 0, 4, 2000, 500)
+        budget.check_fits(Span(0, 4))
 
 
 def test_a_device_that_this_machine_has_not():
@@ -69,7 +64,7 @@ FORMS = {form: MemoryFootprint((weight,) * 8, 1) for form, weight in (("none", 4
 
 
 def test_the_form_of_weights_that_nobody_asked_for():
-    for wanted, free, form in [
+    for wanted, free, expected in [
         (Span(0, 4), 2000, "none"),
         (Span(0, 4), 1000, "int8"),
         (Span(0, 4), 500, "int4"),
@@ -84,12 +79,15 @@ def test_the_form_of_weights_that_nobody_asked_for():
         (None, 150, "int4"),
         (None, 10, "none"),
     ]:
-        assert choose_quantization(FORMS, wanted, int(free / MAX_MEMORY_SHARE) + 10, 1) == form
+        free = int(free / MAX_MEMORY_SHARE) + 10
+        budgets = {form: MemoryBudget(needs, free, 1) for form, needs in FORMS.items()}
+        assert choose_quantization(budgets, wanted) == expected
 
 
 def test_where_the_cache_is_what_does_not_fit_weights_stay_exact():
     large_cache = {form: MemoryFootprint(needs.block_bytes, 10**6) for form, needs in FORMS.items()}
-    assert choose_quantization(large_cache, None, 4 * 10**6, 1) == "none"
+    budgets = {form: MemoryBudget(needs, 4 * 10**6, 1) for form, needs in large_cache.items()}
+    assert choose_quantization(budgets, None) == "none"
 
 
 def test_the_form_is_said(caplog, monkeypatch):

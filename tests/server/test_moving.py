@@ -20,7 +20,6 @@ from swarm.errors import NotEnoughMemory
 from swarm.server.config import BlocksOption, ServerConfig
 from swarm.server.lifecycle import Server
 from swarm.server.memory_budget import MemoryBudget
-from swarm.server.throughput.throughput_cache import ThroughputOption
 from swarm.transport.p2p import P2PConfig
 from tests.swarms import run_client, run_swarm
 from tests.zoo import BLOCKS, make_checkpoint
@@ -41,7 +40,7 @@ async def start(folder: str, blocks: str, peers: tuple[str, ...] = (), **options
         blocks=BlocksOption.parse(blocks),
         p2p=P2PConfig(initial_peers=peers, host_maddrs=LOOPBACK),
         dtype="float32",
-        throughput=ThroughputOption(100.0),
+        throughput=100.0,
         update_period=PERIOD,
         **options,
     )
@@ -128,12 +127,10 @@ def test_a_session_goes_on_while_its_server_moves(tmp_path: Path) -> None:
     prompt = torch.randint(3, 100, (1, 7), generator=torch.Generator().manual_seed(3))
     expected = local.generate(prompt, max_new_tokens=24, do_sample=False, pad_token_id=0)
     # So slow that a route goes through the spare, whatever a busy machine makes of their round trips.
-    slow_head = ThroughputOption(1.0)
+    slow_head = 1.0
     with run_swarm(folder, ["0:4"], dtype="float32", update_period=PERIOD, throughput=slow_head) as swarm:
         tail = swarm.start("4:6", dtype="float32", update_period=PERIOD).wait_ready()
-        spare = swarm.start(
-            "4", dtype="float32", update_period=PERIOD, stay=False, throughput=ThroughputOption(1e6)
-        ).wait_ready()
+        spare = swarm.start("4", dtype="float32", update_period=PERIOD, stay=False, throughput=1e6).wait_ready()
         with run_client(swarm, dtype="float32") as model:
             with model.inference_session(max_length=64) as session:
                 half = model.generate(prompt, max_new_tokens=12, do_sample=False, pad_token_id=0)

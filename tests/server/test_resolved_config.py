@@ -71,7 +71,6 @@ def test_a_size_is_the_memory_for_weights_and_nothing_is_quantized(resolve, weig
     assert config.quantization == "none"
     assert config.flash.options(Span(0, 4)).memory == weights * 2 // 3
     assert 1 <= config.flash.blocks_that_fit() <= 6
-    assert "on flash" in config.weight_form
 
 
 def test_a_size_that_does_not_fit_is_refused(resolve, weights):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,6 @@ from swarm.models.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from swarm.models.checkpoints.footprint import memory_footprint
 from swarm.models.exits.model_head import ModelHead, head_bytes
 from swarm.models.flash.files.block_files import PackedModel
-from swarm.models.flash.files.inventory import remove_stored, stored_models
 from swarm.models.loading.flash_preparation import plan_for_flash
 from swarm.protocol.adapter_encoding import pack_adapters
 from swarm.server import span_service as span_service_module
@@ -30,7 +30,6 @@ from swarm.server.memory_budget import MemoryBudget
 from swarm.server.resolved_config import ResolvedConfig
 from swarm.server.sessions.session import SessionTerms
 from swarm.server.span_service import SpanService
-from swarm.server.throughput.throughput_cache import ThroughputOption
 from tests import zoo
 from tests.memory_hub import MemoryHub, MemoryNetwork
 
@@ -55,7 +54,7 @@ def save_adapter(folder: Path) -> str:
 
 def resolved(checkpoint: Checkpoint, *adapters: str, **options: Any) -> ResolvedConfig:
     return ResolvedConfig(
-        options=ServerConfig(throughput=ThroughputOption(100.0), adapters=adapters, **options),
+        options=ServerConfig(throughput=100.0, adapters=adapters, **options),
         checkpoint=checkpoint,
         device=torch.device("cpu"),
         dtype=torch.float32,
@@ -135,7 +134,7 @@ def test_blocks_on_flash_are_counted_and_let_go_of_when_the_server_leaves(checkp
     footprint = flash_footprint(checkpoint, torch.float32, planned)
     flash = FlashBudget(footprint, 10**9, 64, 70_000, PackedModel.of(checkpoint, torch.float32, tmp_path))
     config = ResolvedConfig(
-        options=ServerConfig(throughput=ThroughputOption(100.0)),
+        options=ServerConfig(throughput=100.0),
         checkpoint=checkpoint,
         device=torch.device("cpu"),
         dtype=torch.float32,
@@ -166,5 +165,6 @@ def test_blocks_on_flash_are_counted_and_let_go_of_when_the_server_leaves(checkp
     assert first.read_bytes > 0
     assert 0 < second.read_bytes <= 2 * service.model.flash.record_bytes
     assert not service.sparse
-    (stored,) = stored_models(tmp_path)
-    remove_stored(stored)  # refused while a server uses the files
+    descriptors = Path("/proc/self/fd")
+    opened = [os.readlink(descriptors / name) for name in os.listdir(descriptors) if (descriptors / name).is_symlink()]
+    assert not [path for path in opened if path.startswith(str(tmp_path))]

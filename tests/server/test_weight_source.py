@@ -13,7 +13,6 @@ from swarm.server import weight_source
 from swarm.server.__main__ import _server_config
 from swarm.server.__main__ import main as command
 from swarm.server.config import BlocksOption, ServerConfig, WeightsOption
-from swarm.server.throughput.throughput_cache import ThroughputOption
 from swarm.server.weight_source import WeightSharing, WeightSource
 from swarm.transport.p2p import P2PConfig
 from tests.memory_hub import stream_pair
@@ -41,7 +40,7 @@ def config(weights: WeightsOption, model: str | None = NAME, peers: tuple[str, .
         model=model,
         blocks=BlocksOption.parse("1"),
         p2p=P2PConfig(initial_peers=peers),
-        throughput=ThroughputOption(1.0),
+        throughput=1.0,
         weights=weights,
     )
 

@@ -19,7 +19,6 @@ from swarm.models.checkpoints.checkpoint import open_checkpoint
 from swarm.models.checkpoints.known_digests import encode_digest_file, known_digests
 from swarm.server.config import BlocksOption, ServerConfig, WeightsOption
 from swarm.server.lifecycle import Server
-from swarm.server.throughput.throughput_cache import ThroughputOption
 from swarm.shared_weights.checkpoint_parts import CheckpointParts
 from swarm.transport.p2p import P2PConfig
 from tests.zoo import BLOCKS, make_checkpoint
@@ -57,7 +56,7 @@ async def serving(weights: WeightsOption, blocks: str, peers: tuple[str, ...] = 
             blocks=BlocksOption.parse(blocks),
             p2p=P2PConfig(initial_peers=peers, host_maddrs=LOOPBACK),
             dtype="float32",
-            throughput=ThroughputOption(100.0),
+            throughput=100.0,
             update_period=1.0,
             weights=weights,
             cache_dir=cache_dir,

@@ -2,7 +2,7 @@
 
 The selections of the default predictors, on text that nothing was made with, are played through each rule. Sessions
 take turns, a token of each after the other. The last column divides the memory among layers as a server does, by what
-was measured when the predictors were made; the others give each layer the same share.
+two tokens need; the others give each layer the same share.
 """
 
 from __future__ import annotations
@@ -15,9 +15,15 @@ import torch
 from benchmarks.common.tables import table
 from benchmarks.flash.least_recently_used import LeastRecentlyUsed
 from benchmarks.flash.quality.methods import Observed, Subject, computed_with, sequences_of
-from swarm.models.flash.memory_shares import NeuronNeed, divide_neurons, equal_shares
-from swarm.models.flash.neurons.predictor import Sparsity
-from swarm.models.flash.neurons.predictor_training import WARM_UP_SHARE, make_predictor, neurons_read
+from swarm.models.flash.memory_shares import NeuronNeed, divide_neurons
+from swarm.models.flash.neurons.active_window import ActiveWindow
+from swarm.models.flash.neurons.neuron_matrix import ABSENT
+from swarm.models.flash.neurons.predictor_training import make_predictor
+from swarm.models.flash.records import Indices
+from swarm.models.flash.stay_priority import StayPriority
+
+WARM_UP_SHARE = 0.25
+"""Of a trace, whose reads are not counted: memory is empty only once."""
 
 SHARES = (0.25, 0.5)
 SESSIONS = (1, 4)
@@ -28,7 +34,6 @@ HEADING = (
     "longest ago leaves",
     "most rarely leaves",
     "the same, memory divided",
-    "expected",
 )
 
 
@@ -40,22 +45,21 @@ def reads_table(subject: Subject) -> str:
     with computed_with(subject.layers, observed):
         subject.perplexity()
     traces = [sequences_of(one, len(subject.held_out)).numpy() for one in observed]
-    return table(HEADING, rows(traces, [one.sparsity for one in made]))
+    return table(HEADING, rows(traces, [one.two_tokens for one in made]))
 
 
-def rows(traces: Sequence[np.ndarray], sparsities: Sequence[Sparsity]) -> list[list[str]]:
+def rows(traces: Sequence[np.ndarray], two_tokens: Sequence[float]) -> list[list[str]]:
     """Rows of the table.
 
     Args:
         traces: of each layer, what is selected: `[sequences, tokens, neurons]` bool.
-        sparsities: of each layer, by which memory is divided.
+        two_tokens: share of each layer's neurons that two tokens need, by which memory is divided.
     """
-    layers = [NeuronNeed(trace.shape[2], 1, sparsity) for trace, sparsity in zip(traces, sparsities, strict=True)]
+    layers = [NeuronNeed(trace.shape[2], 1, needed) for trace, needed in zip(traces, two_tokens, strict=True)]
     neurons = sum(layer.count for layer in layers)
     found = []
     for share in SHARES:
-        equal, divided = equal_shares(int(share * neurons), layers), divide_neurons(int(share * neurons), layers)
-        expected = sum(layer.read_bytes(slots) for layer, slots in zip(layers, divided, strict=True)) / neurons
+        equal, divided = [int(share * layer.count) for layer in layers], divide_neurons(int(share * neurons), layers)
         for sessions in SESSIONS:
             ordered = [in_turns(trace, sessions) for trace in traces]
             least = _mean(fewest_reads, ordered, equal)
@@ -70,7 +74,7 @@ def rows(traces: Sequence[np.ndarray], sparsities: Sequence[Sparsity]) -> list[l
                 _mean(neurons_read, ordered, divided),
             ]
             cells = [f"{one / neurons:.2%} ({one / least:.2f})" for one in shares]
-            found.append([f"{share:.0%}", str(sessions), *cells, f"{expected:.2%}" if sessions == 1 else ""])
+            found.append([f"{share:.0%}", str(sessions), *cells])
     return found
 
 
@@ -109,3 +113,39 @@ def fewest_reads(trace_FN: np.ndarray, slots: int) -> np.ndarray:
         held_N[:] = False
         held_N[stays] = True
     return counts
+
+
+def neurons_read(trace_FN: np.ndarray, slots: int, rule: StayPriority | None = None) -> np.ndarray:
+    """Number of neurons that an `ActiveWindow` reads for each forward, `[forwards]`.
+
+    Args:
+        trace_FN: neurons that are needed, one forward after the other, `[forwards, neurons]` bool.
+        slots: neurons that memory has room for.
+        rule: see `ActiveWindow`.
+    """
+    held = _Held(trace_FN.shape[1], slots)
+    window = ActiveWindow(held, rule)
+    counts = np.zeros(len(trace_FN), dtype=np.int64)
+    for number, needed_N in enumerate(trace_FN):
+        for portion in window.portions(np.flatnonzero(needed_N)):
+            held.change(portion.leaving, portion.joining)
+            counts[number] += len(portion.joining)
+    return counts
+
+
+class _Held:
+    """Which neurons are in memory, without their weights."""
+
+    def __init__(self, neurons: int, capacity: int) -> None:
+        self.row_of: Indices = np.full(neurons, ABSENT)
+        self.capacity = capacity
+        self.neurons: Indices = np.zeros(0, dtype=np.int64)
+
+    @property
+    def num_used(self) -> int:
+        return len(self.neurons)
+
+    def change(self, leaving: Indices, joining: Indices) -> None:
+        self.row_of[leaving] = ABSENT
+        self.row_of[joining] = 0
+        self.neurons = np.flatnonzero(self.row_of != ABSENT)

@@ -16,7 +16,7 @@ from swarm.cli.doctor import verdicts
 from swarm.cli.doctor.verdicts import Finding
 from swarm.common.files.folders import nearest_folder
 from swarm.common.version import VERSION
-from swarm.errors import DriveFailed, InvalidOption, NotEnoughMemory, NotEnoughSpace, SwarmError
+from swarm.errors import DriveFailed, InvalidOption, NotEnoughSpace, SwarmError
 
 TRIED_HIDDEN, TRIED_BLOCKS = 1024, 4
 """Size of the blocks with which a GPU is tried: 100 MB in all."""
@@ -125,7 +125,7 @@ def check_memory(model: str | None, requested: str) -> Finding:
     from swarm.models.checkpoints.footprint import memory_footprint
     from swarm.models.checkpoints.partial_loading import resolve_dtype
     from swarm.server.limits import DEFAULT_CACHE_TOKENS
-    from swarm.server.memory_budget import blocks_that_fit, free_memory, resolve_device, session_buffer_bytes
+    from swarm.server.memory_budget import MemoryBudget, free_memory, resolve_device, session_buffer_bytes
 
     try:
         device = resolve_device(requested)
@@ -135,10 +135,7 @@ def check_memory(model: str | None, requested: str) -> Finding:
         buffers = session_buffer_bytes(checkpoint, device, dtype, DEFAULT_CACHE_TOKENS)
     except SwarmError as error:
         return verdicts.failure("Memory", str(error), "give another MODEL, or none for the demo model")
-    try:
-        fitting = blocks_that_fit(needs, max(0, free - buffers), DEFAULT_CACHE_TOKENS)
-    except NotEnoughMemory:
-        fitting = 0
+    fitting = MemoryBudget(needs, max(0, free - buffers), DEFAULT_CACHE_TOKENS).fitting_blocks(None)
     per_block = max(needs.block_bytes) + DEFAULT_CACHE_TOKENS * needs.cache_bytes_per_token
     return verdicts.memory(free, checkpoint.name, checkpoint.blocks, fitting, per_block, DEFAULT_CACHE_TOKENS)
 

@@ -83,10 +83,6 @@ class FlashSpan:
             hits=sum(one.hits for one in experts) + sum(one.needed - one.read for one in neurons),
             selected=sum(one.selected for one in neurons),
             selectable=sum(one.tokens * one.neurons for one in neurons),
-            active=sum(one.sampled_active for one in neurons),
-            missed=sum(one.sampled_missed for one in neurons),
-            ahead=sum(one.look_ahead_reads for one in experts),
-            ahead_hits=sum(one.look_ahead_hits for one in experts),
         )
 
     def close(self) -> None:
@@ -128,14 +124,14 @@ def attach_blocks(blocks: Sequence[FlashBlock], memory: int, resident_bytes: int
 
 
 def _attach_neurons(blocks: Sequence[FlashBlock], memory: int, shared: SpanShared) -> list[SparseFeedForward]:
-    """Sparse layers, with memory for neurons where it saves most reads."""
+    """Sparse layers, with memory for neurons in proportion to what tokens need of each."""
     calibrated = [one.predictor for one in blocks if one.predictor is not None]
     assert len(calibrated) == len(blocks)
     predictors = [found.predictor.to(one.store.layout.dtype) for found, one in zip(calibrated, blocks, strict=True)]
     left = memory - shared.slabs.nbytes - sum(predictor.memory_bytes for predictor in predictors)
     layouts = [one.store.layout for one in blocks]
     needs = [
-        NeuronNeed(layout.count, layout.stride, found.sparsity)
+        NeuronNeed(layout.count, layout.stride, found.two_tokens)
         for layout, found in zip(layouts, calibrated, strict=True)
     ]
     return [

@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 from swarm.common.units import format_bytes
 from swarm.errors import NotEnoughMemory
 from swarm.models.flash.block_plan import RecordKind
 from swarm.models.flash.experts.attach import MIN_SLOTS
-from swarm.models.flash.neurons.predictor import Sparsity
 from swarm.models.flash.neurons.sparse_feed_forward import SLAB_BYTES
 from swarm.models.flash.records import RecordLayout
 
 MIN_NEURON_SHARE = 1 / 16
 """Share of the neurons that memory has room for at least. Tokens need about as many, so with less room some are read
 several times for one token."""
-
-CURVE_POINTS = 64
-"""Amounts of memory for which it is asked what a layer reads."""
 
 PREDICTOR_RANK_DIVISOR = 8
 """The hidden size divided by the rank of a predictor, about: known only when it has been trained."""
@@ -113,88 +107,38 @@ class NeuronNeed:
     Attributes:
         count: of its neurons.
         stride: bytes of a neuron in memory.
-        sparsity: of what tokens need.
+        two_tokens: share of its neurons that two consecutive tokens need together.
     """
 
     count: int
     stride: int
-    sparsity: Sparsity
+    two_tokens: float
 
-    @property
-    def least(self) -> int:
-        """Neurons that should have room: those of two tokens, so that hardly any token needs more than fit at once."""
-        return math.ceil(self.count * max(MIN_NEURON_SHARE, self.sparsity.two_tokens))
 
-    def read_bytes(self, slots: int) -> float:
-        """Bytes that a token is expected to read with room for so many neurons."""
-        return self.sparsity.read(slots / self.count) * self.count * self.stride
+ROUNDING = 1e-9
+"""Part of a neuron that a division may be short of by rounding."""
 
 
 def divide_neurons(memory: int, layers: Sequence[NeuronNeed]) -> list[int]:
-    """The neurons of each layer that `memory` bytes have room for, such that a token reads as few bytes as possible.
+    """The neurons of each layer that `memory` bytes have room for; at least one.
 
-    Layers differ: some select four times as many neurons as others, and a layer that needs few has all that tokens keep
-    coming back to in little memory. So each piece of memory goes where it saves the most bytes. A layer whose savings
-    grow with a second piece gets both or none: its curve counts as the convex one below it.
-
-    Each layer gets room for the neurons of two tokens, or its equal share if that is less.
+    "LLM in a flash", section 3.1, keeps those of the same number of tokens in each layer, and some layers need several
+    times as many for a token as others. So each gets memory in proportion to what two consecutive tokens need of it,
+    and no more than it can use.
     """
-    equal = equal_shares(memory, layers)
-    slots = [min(room, layer.least) for room, layer in zip(equal, layers, strict=True)]
-    left = memory - sum(room * layer.stride for room, layer in zip(slots, layers, strict=True))
-    pieces = sorted(
-        (-saved, number, start, end)
-        for number, layer in enumerate(layers)
-        for start, end, saved in _pieces(layer, slots[number])
-        if saved > 0
-    )
-    for _, number, start, end in pieces:
-        if slots[number] == start:
-            more = max(0, min(end - start, left // layers[number].stride))
-            slots[number] += more
-            left -= more * layers[number].stride
-    divided = _with_rest(left, slots, layers)
-    return min(divided, equal, key=lambda one: expected_bytes(one, layers))
-
-
-def equal_shares(memory: int, layers: Sequence[NeuronNeed]) -> list[int]:
-    """Room for one neuron of each layer, and for the same share of each layer's others."""
-    others = sum((layer.count - 1) * layer.stride for layer in layers)
-    left = max(0, min(others, memory - sum(layer.stride for layer in layers)))
-    return [1 + (left * (layer.count - 1) // others if others else 0) for layer in layers]
-
-
-def expected_bytes(slots: Sequence[int], layers: Sequence[NeuronNeed]) -> float:
-    """Bytes that a token is expected to read in all layers."""
-    return sum(layer.read_bytes(room) for room, layer in zip(slots, layers, strict=True))
-
-
-def _pieces(layer: NeuronNeed, first: int) -> list[tuple[int, int, float]]:
-    """Pieces of a layer's neurons, from `first` on: the first, the one behind the last, and the bytes that a token
-    saves for each byte of memory, which becomes less from piece to piece."""
-    step = max(1, math.ceil(layer.count / CURVE_POINTS))
-    places = [*range(first, layer.count, step), layer.count]
-    corners: list[tuple[int, float]] = []
-    for point in ((place, layer.read_bytes(place)) for place in places):
-        while len(corners) > 1 and _saved(corners[-2], corners[-1]) <= _saved(corners[-1], point):
-            corners.pop()
-        corners.append(point)
-    return [(left[0], right[0], _saved(left, right) / layer.stride) for left, right in pairwise(corners)]
-
-
-def _saved(left: tuple[int, float], right: tuple[int, float]) -> float:
-    """Bytes saved by each neuron between two points of a curve."""
-    return (left[1] - right[1]) / (right[0] - left[0])
-
-
-def _with_rest(left: int, slots: Sequence[int], layers: Sequence[NeuronNeed]) -> list[int]:
-    """Slots with what is left shared equally among neurons that lack room: nothing is expected of it."""
-    lacking = [layer.count - room for room, layer in zip(slots, layers, strict=True)]
-    total = sum(lack * layer.stride for lack, layer in zip(lacking, layers, strict=True))
-    return [
-        room + (max(0, min(total, left)) * lack // total if lack else 0)
-        for room, lack in zip(slots, lacking, strict=True)
-    ]
+    slots = [1] * len(layers)
+    left = memory - sum(layer.stride for layer in layers)
+    lacking = {number for number, layer in enumerate(layers) if layer.count > 1}
+    while lacking and left > 0:
+        wanted = {number: layers[number].two_tokens * layers[number].count for number in lacking}
+        total = sum(want * layers[number].stride for number, want in wanted.items())
+        rooms = {number: int(left * want / total + ROUNDING) for number, want in wanted.items()}
+        full = {number for number in lacking if rooms[number] >= layers[number].count - 1}
+        for number in full or lacking:
+            slots[number] += min(rooms[number], layers[number].count - 1)
+        left -= sum((layers[number].count - 1) * layers[number].stride for number in full)
+        lacking = lacking - full if full else set()
+    return slots
 
 
 BUFFERS = 2

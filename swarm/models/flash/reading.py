@@ -151,9 +151,7 @@ class FileReader:
         try:
             self.descriptor, self.direct = _opened(path)
         except OSError as error:
-            raise PackedFileError(
-                f"{path} cannot be opened: {error.strerror}. Run `swarm flash prepare` again"
-            ) from error
+            raise PackedFileError(f"{path} cannot be opened: {error.strerror}. Start the server again") from error
         self.file_bytes = os.fstat(self.descriptor).st_size
 
     def begin(self, reads: Reads, memory: torch.Tensor) -> FileRead:
@@ -308,7 +306,7 @@ def _read_error(path: Path, offset: int, length: int, error: int) -> DriveFailed
     """What the drive or its file system reported. `error` is an error number; 0 means that the file ended early."""
     what = f"{length} bytes at byte {offset} of {path.name} could not be read"
     if not error:
-        return DriveFailed(f"{what}: the file ends before. Run `swarm flash prepare` again on that server")
+        return DriveFailed(f"{what}: the file ends before. Start that server again, which prepares it again")
     return DriveFailed(f"{what}: {os.strerror(error)}. Check that server's drive, or move the packed files to another")
 
 
@@ -338,7 +336,7 @@ class FlashStore:
             reader.close()
             raise PackedFileError(
                 f"{reader.path} has {reader.file_bytes} bytes; its {layout.count} records need {layout.file_bytes}. "
-                "Run `swarm flash prepare` again"
+                "Start the server again, which prepares it again"
             )
         self.layout = layout
         self.counters = StoreCounters()

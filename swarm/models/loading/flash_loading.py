@@ -74,8 +74,6 @@ def load_flash_span(
         raise InvalidOption(f"--flash: some blocks of {span} have no weights that could be on flash; use off")
     with ExitStack() as opened:
         prepared = open_prepared(checkpoint, planned, dtype, options.root, progress)
-        for one in prepared:
-            opened.callback(one.close)
         cut, blocks = _build_blocks(checkpoint, span, dtype, prepared, opened)
         resident = sum(weight_bytes(one.block) + sum(value.nbytes for value in one.resident.values()) for one in blocks)
         flash = attach_blocks(blocks, options.memory, resident)

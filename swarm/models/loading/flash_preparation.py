@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping
-from contextlib import ExitStack
 from pathlib import Path
 
 import torch
@@ -58,12 +57,8 @@ def open_prepared(
 
     Raises `CheckpointError`, `NotEnoughSpace` and `PackedFileError` as `files.preparation` does.
     """
-    with ExitStack() as opened:
-        prepared = open_span(checkpoint, planned, dtype=dtype, root=root, progress=progress)
-        for one in prepared.values():
-            opened.callback(one.close)
-        make_predictors(checkpoint, PackedModel.of(checkpoint, dtype, root), prepared, progress)
-        opened.pop_all()
+    prepared = open_span(checkpoint, planned, dtype=dtype, root=root, progress=progress)
+    make_predictors(checkpoint, PackedModel.of(checkpoint, dtype, root), prepared, progress)
     return list(prepared.values())
 
 

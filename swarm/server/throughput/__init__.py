@@ -1,1 +1,1 @@
-"""How fast a server is: its blocks, its links, and what was measured before."""
+"""How fast a server is: its blocks and its links."""

@@ -8,26 +8,19 @@ one block alone would seem slower than it is.
 from __future__ import annotations
 
 import logging
-import platform
 import statistics
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
-from importlib.metadata import version
-from pathlib import Path
 
 import torch
 
 from swarm.common import console
-from swarm.common.dtypes import dtype_name
-from swarm.common.version import VERSION
-from swarm.data_structures import Span, StepLayout
+from swarm.data_structures import StepLayout
 from swarm.models.block_loading import return_freed_memory
 from swarm.models.execution.session_cache import SessionCache
 from swarm.models.execution.span_model import SpanModel
-from swarm.server.throughput import throughput_cache
-from swarm.server.throughput.throughput_cache import MeasurementConditions, Throughput, ThroughputOption
 
 logger = logging.getLogger(__name__)
 
@@ -42,65 +35,48 @@ BATCH_TOKENS = (16, 64, 256, 1024)
 SEQUENCE_TOKENS = 128
 """Tokens of one row of a batch: attention scores, which grow with its square, then take little memory."""
 
-MAX_FORWARD_S = 1.0
+MAX_FORWARD_S = 0.5
 REPEATS_PER_BATCH = 3
 
 FLASH_BATCH_TOKENS = 256
 """Tokens computed at once for blocks on flash, once: most of the time goes into reading, whatever the number."""
 
 
-def determine_throughput(
-    option: ThroughputOption,
-    model: SpanModel,
-    name: str,
-    revision: str,
-    quantization: str = "none",
-    cache: Path | None = None,
-    progress: bool = False,
-) -> Throughput:
-    """The throughput to announce for the loaded span: as given, as remembered, or measured now.
+@dataclass(frozen=True)
+class Throughput:
+    """What a server computes, in blocks x tokens per second (a span of n blocks does 1/n of it in tokens/s).
+
+    Attributes:
+        decode: in steps of one token.
+        forward: where many tokens are computed at once (prefill, training).
+    """
+
+    decode: float
+    forward: float
+
+
+def determine_throughput(given: float | None, model: SpanModel, progress: bool = False) -> Throughput:
+    """The throughput to announce for the loaded span: as given, or measured now. Runs in the compute thread.
 
     A number that was given counts for both rates: what computes single tokens so fast computes batches no slower.
-    Runs in the compute thread, whose number of threads is part of the conditions.
 
     Args:
-        option: see `ThroughputOption`.
-        name, revision: the model's, as announced.
-        quantization: form of the weights, as announced.
-        cache: file of remembered results (`throughput_cache.default_path`); None to remember nothing.
+        given: blocks x tokens per second; None to measure.
         progress: show progress on the terminal.
     """
-    if option.rate is not None:
-        return _reported(Throughput(option.rate, option.rate), model, "as given")
-    conditions = _conditions(model.span, model.device, model.dtype, name, revision, quantization)
-    if cache is not None and not option.remeasure:
-        known = throughput_cache.lookup(cache, conditions, time.time())
-        if known is not None:
-            return _reported(known, model, "measured before; --throughput measure does it again")
-    found = measure_throughput(model, progress)
-    if cache is not None:
-        throughput_cache.remember(cache, conditions, found, time.time())
-    return _reported(found, model, "measured")
-
-
-def remembered_throughput(
-    span: Span,
-    device: torch.device,
-    dtype: torch.dtype,
-    name: str,
-    revision: str,
-    quantization: str = "none",
-    cache: Path | None = None,
-) -> Throughput | None:
-    """What was measured for these blocks before they are loaded now; None if nothing was."""
-    if cache is None:
-        return None
-    conditions = _conditions(span, device, dtype, name, revision, quantization)
-    return throughput_cache.lookup(cache, conditions, time.time())
+    found = measure_throughput(model, progress) if given is None else Throughput(given, given)
+    logger.info(
+        "Throughput: %.0f blocks/s (%.0f tokens/s), %.0f in batches; %s",
+        found.decode,
+        found.decode / model.span.length,
+        found.forward,
+        "measured" if given is None else "as given",
+    )
+    return found
 
 
 def measure_throughput(model: SpanModel, progress: bool = False) -> Throughput:
-    """Measure the span on its device, in a few seconds at most unless a single step takes so long.
+    """Measure the span on its device, in a second or two unless a single step takes so long.
 
     Inputs are random: equal tokens would all go to the same experts, whose weights are then read once for all.
     """
@@ -180,44 +156,3 @@ def _timed(model: SpanModel, work: Callable[[], object]) -> float:
     if model.device.type == "cuda":
         torch.cuda.synchronize(model.device)
     return time.perf_counter() - began
-
-
-def _reported(found: Throughput, model: SpanModel, source: str) -> Throughput:
-    logger.info(
-        "Throughput: %.0f blocks/s (%.0f tokens/s), %.0f in batches; %s",
-        found.decode,
-        found.decode / model.span.length,
-        found.forward,
-        source,
-    )
-    return found
-
-
-def _conditions(
-    span: Span, device: torch.device, dtype: torch.dtype, name: str, revision: str, quantization: str
-) -> MeasurementConditions:
-    packages = ("torch", "transformers")
-    return MeasurementConditions(
-        hardware=_hardware(device),
-        model=name,
-        revision=revision,
-        blocks=str(span),
-        dtype=dtype_name(dtype),
-        quantization=quantization,
-        versions=", ".join([f"swarm {VERSION}", *(f"{package} {version(package)}" for package in packages)]),
-    )
-
-
-def _hardware(device: torch.device) -> str:
-    if device.type == "cuda":
-        return str(torch.cuda.get_device_name(device))
-    return f"{_processor()}, {torch.get_num_threads()} threads"
-
-
-def _processor() -> str:
-    with suppress(OSError):  # no Linux
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            name = line.partition(":")[2].strip()
-            if line.startswith("model name") and name:
-                return name
-    return platform.processor() or platform.machine()

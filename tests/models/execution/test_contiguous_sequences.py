@@ -1,10 +1,10 @@
-"""Tokens of several sessions in one forward, against each session's sequences computed alone and without a cache."""
+"""Tokens of several sessions in one forward."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from swarm.data_structures import StepLayout
@@ -13,65 +13,7 @@ from swarm.models.attention.multi_session_attention import PackingUnsupported
 from swarm.models.execution.session_cache import SessionCache, StepComputation, advance_steps
 from swarm.models.execution.span_model import SpanModel
 from swarm.models.execution.strategy_choice import choose_layout
-from tests.models.execution.test_session_cache import HIDDEN, Both, close, layouts, load, slow
-
-FAMILIES = {
-    "llama": 40,  # grouped keys
-    "mistral": 20,  # a window shorter than the histories
-    "gemma2": 20,  # windows in every second layer, soft-capped scores
-    "gpt_oss": 20,  # a learned sink for each head
-    "deepseek_v3": 20,  # latents in the cache
-    "qwen3_moe": 10,
-    "opt": 10,  # positions that are none of the span's
-    "falcon_alibi": 5,  # cannot be packed: the same calls go the slow way
-}
-"""Family to the number of examples."""
-
-
-class Session(Both):
-    """A session whose steps are computed in portions, together with those of other sessions."""
-
-    def __init__(self, model: SpanModel, seed: int) -> None:
-        super().__init__(model)
-        self.random.manual_seed(seed)
-        self.work: StepComputation | None = None
-        self.inputs_TH = torch.empty(0, HIDDEN)
-
-    def begin(self, layout: StepLayout) -> None:
-        self.inputs_TH = self.inputs(layout)
-        self.work = self.cache.start_step(self.inputs_TH, layout)
-
-    def finish(self) -> None:
-        assert self.work is not None
-        work, self.work = self.work, None
-        work.commit()
-        close(work.output, self.reference.step(self.inputs_TH, work.layout))
-        assert self.cache.lengths == tuple(self.lengths)
-        self.offsets = work.layout.offsets or (0,) * work.layout.sequences
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_any_schedule_of_several_sessions_is_as_if_each_were_alone(family, tmp_path_factory):
-    model = load(family, tmp_path_factory)
-    assert model.strategy.packed == (family != "falcon_alibi")
-
-    @given(st.data())
-    @settings(slow, max_examples=FAMILIES[family])
-    def schedule(data):
-        sessions = [Session(model, seed) for seed in range(data.draw(st.integers(1, 3)))]
-        for _ in range(data.draw(st.integers(1, 8))):
-            portions = []
-            for session in sessions:
-                if session.work is None and data.draw(st.booleans()):
-                    session.begin(data.draw(layouts(session.lengths, session.offsets)))
-                if session.work is not None:
-                    portions.append((session.work, data.draw(st.integers(0, session.work.tokens_left))))
-            advance_steps(portions)
-            for session in sessions:
-                if session.work is not None and not session.work.tokens_left:
-                    session.finish()
-
-    schedule()
+from tests.models.execution.test_session_cache import HIDDEN, Session, close, load
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 6)), min_size=1, max_size=5), st.data())

@@ -1,4 +1,4 @@
-"""Sequences in pages: what a step does to their pages, and whole models against the padded layout."""
+"""Sequences in pages: what a step does to their pages."""
 
 from __future__ import annotations
 
@@ -12,14 +12,10 @@ from hypothesis import strategies as st
 from swarm.data_structures import StepLayout
 from swarm.models.attention import page_pool
 from swarm.models.attention.page_pool import PagePool
-from swarm.models.execution.padded_sequences import PaddedSequences
 from swarm.models.execution.paged_sequences import PagedSequences, StagedPagedSequences, plan_pages
-from swarm.models.execution.session_cache import SessionCache, StepComputation, advance_steps
+from swarm.models.execution.session_cache import SessionCache, advance_steps
 from swarm.models.execution.span_model import SpanModel
-from swarm.models.execution.strategy import PADDED
-from tests.models.execution.test_session_cache import HIDDEN, MAX_STEPS, close, layouts, load_in_pages, slow
-
-PAGE = 3
+from tests.models.execution.test_session_cache import HIDDEN, PAGE, Session, layouts, load_in_pages
 
 
 class Paper:
@@ -123,86 +119,6 @@ def test_which_pages_a_step_shares_copies_and_needs():
     assert plan((600,), (0,), (800,)) == [((1, 2, 3), None, 1, True)]
 
 
-FAMILIES = {
-    "llama": 40,  # grouped keys
-    "mistral": 40,  # a window shorter than the histories
-    "opt": 10,  # positions that are none of the span's
-    "gemma2": 10,  # soft-capped scores: not in pages
-    "deepseek_v3": 5,  # latents in the cache: not in pages
-    "falcon_alibi": 5,  # not packed at all
-}
-"""Family to the number of examples."""
-
-IN_STORES = {"gemma2", "deepseek_v3", "falcon_alibi"}
-
-
-class Pair:
-    """A session in pages, and the same one padded. Steps are computed in portions, with those of others."""
-
-    def __init__(self, model: SpanModel, slow_model: SpanModel, seed: int) -> None:
-        self.cache, self.slow = SessionCache(model), SessionCache(slow_model)
-        self.random = torch.Generator().manual_seed(seed)
-        self.offsets: tuple[int, ...] = ()
-        self.work: StepComputation | None = None
-
-    def begin(self, layout: StepLayout) -> None:
-        inputs = torch.randn(layout.tokens, HIDDEN, generator=self.random)
-        self.work = self.cache.start_step(inputs, layout)
-
-    def finish(self) -> None:
-        assert self.work is not None
-        work, self.work = self.work, None
-        work.commit()
-        close(work.output, self.slow.step(work.inputs, work.layout))
-        assert self.cache.lengths == self.slow.lengths
-        self.offsets = work.layout.offsets or (0,) * work.layout.sequences
-
-    def give_up(self) -> None:
-        """The step failed somewhere; the client goes on from what is left."""
-        self.work = None
-        left, rows = self.cache.lengths, self.slow._storage
-        assert isinstance(rows, PaddedSequences)
-        assert all(length <= before for length, before in zip(left, self.slow.lengths, strict=True))
-        if left:
-            self.slow.step(torch.empty(0, HIDDEN), StepLayout(left, (0,) * len(left)))
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_any_schedule_in_pages_gives_what_padded_sequences_give(family, tmp_path_factory):
-    model = load_in_pages(family, tmp_path_factory, PAGE)
-    reference = load_like(model)
-    assert (model.strategy.paging is None) == (family in IN_STORES)
-
-    @given(st.data())
-    @settings(slow, max_examples=FAMILIES[family])
-    def schedule(data):
-        sessions = [Pair(model, reference, seed) for seed in range(data.draw(st.integers(1, 3)))]
-        for _ in range(data.draw(st.integers(1, MAX_STEPS))):
-            portions = []
-            for place, session in enumerate(sessions):
-                if session.work is None and data.draw(st.integers(0, 9)) == 0:  # closed, and another one opened
-                    sessions[place] = session = Pair(model, reference, place + 7)
-                if session.work is None and data.draw(st.booleans()):
-                    session.begin(data.draw(layouts(session.cache.lengths, session.offsets)))
-                elif session.work is not None and data.draw(st.integers(0, 3)) == 0:
-                    session.give_up()
-                if session.work is not None:
-                    portions.append((session.work, data.draw(st.integers(0, session.work.tokens_left))))
-            advance_steps(portions)
-            for session in sessions:
-                if session.work is not None and not session.work.tokens_left:
-                    session.finish()
-        if model.strategy.paging is not None:
-            held = {
-                page for one in sessions if one.work is None for row in one.cache._storage.lease.tables for page in row
-            }
-            assert model.strategy.paging.pool.in_use >= len(held)
-
-    schedule()
-    if model.strategy.paging is not None:
-        assert model.strategy.paging.pool.in_use == 0
-
-
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory) -> SpanModel:
     return load_in_pages("llama", tmp_path_factory, PAGE)
@@ -258,7 +174,7 @@ def test_parts_of_a_span_share_the_pool_of_the_whole(llama):
 
 def test_memory_that_ends_leaves_the_session_as_it_was(llama, monkeypatch):
     """The step that needs more fails alone; it can be sent again when there is memory."""
-    pair = Pair(llama, load_like(llama), 0)
+    pair = Session(llama, 0)
     pair.begin(StepLayout((0, 0), (5, 4)))
     advance_steps([(pair.work, 9)])
     pair.finish()
@@ -278,18 +194,11 @@ def test_memory_that_ends_leaves_the_session_as_it_was(llama, monkeypatch):
     pair.finish()
 
 
-def load_like(model: SpanModel) -> SpanModel:
-    """The same blocks with a padded cache."""
-    twin = model.with_strategy(PADDED)
-    assert not twin.strategy.packed
-    return twin
-
-
 def test_infinities_of_one_session_do_not_reach_the_next(llama):
     cache = SessionCache(llama)
     cache.step(torch.full((9, HIDDEN), float("nan")), StepLayout((0,), (9,)))
     del cache
-    pair = Pair(llama, load_like(llama), 1)
+    pair = Session(llama, 1)
     pair.begin(StepLayout((0, 0), (4, 1)))
     advance_steps([(pair.work, 5)])
     pair.finish()

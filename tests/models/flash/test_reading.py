@@ -186,7 +186,7 @@ def test_the_file_ends_early(reader: FileReader, path: Path, tmp_path: Path, cut
     short = tmp_path / "block-7.records"
     short.write_bytes(path.read_bytes()[:-cut])
     reader = FileReader(short, THREADS)
-    with pytest.raises(DriveFailed, match=r"the file ends before.*swarm flash prepare"):
+    with pytest.raises(DriveFailed, match=r"the file ends before.*prepares it again"):
         reader.begin(reads_of_units([UNITS - 2], [0], length=2), aligned_memory(2)).wait()
     reader.close()
 

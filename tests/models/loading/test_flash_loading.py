@@ -176,7 +176,6 @@ def test_a_predictor_of_another_version_is_made_anew(checkpoints, tmp_path, text
     (prepared,) = open_prepared(checkpoint, planned, torch.float32, tmp_path, progress=False)
     data = prepared.files.predictor.read_bytes()
     add_predictor(packed, prepared, data.replace(b"neuron predictor 2", b"neuron predictor 1"))
-    prepared.close()
     load(checkpoint, tmp_path, span=span).flash.close()
     assert b"neuron predictor 2" in prepared.files.predictor.read_bytes()
 

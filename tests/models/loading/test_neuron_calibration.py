@@ -50,7 +50,7 @@ def test_predictors_are_made_for_the_blocks_and_the_loss_is_that_of_the_whole_mo
     assert sparse != pytest.approx(exact, rel=1e-6)
     for found, _ in made.values():
         assert found.perplexity_loss == pytest.approx((sparse / exact - 1) / 3, rel=1e-3)
-        assert 0 < found.sparsity.two_tokens < 1
+        assert 0 < found.two_tokens < 1
 
 
 def test_blocks_behind_the_last_are_not_read_from_the_hub(opt: Path, monkeypatch: pytest.MonkeyPatch) -> None:

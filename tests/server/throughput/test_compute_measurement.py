@@ -19,13 +19,11 @@ from swarm.server.throughput.compute_measurement import (
     MEASURED_STEPS,
     SEQUENCE_TOKENS,
     WARM_UP_STEPS,
+    Throughput,
     determine_throughput,
     measure_throughput,
 )
-from swarm.server.throughput.throughput_cache import Throughput, ThroughputOption
 from tests import zoo
-
-AUTO, AGAIN = ThroughputOption(), ThroughputOption(remeasure=True)
 
 
 def load(family: str, folder, **options) -> SpanModel:
@@ -134,82 +132,11 @@ def test_tokens_differ_so_that_they_go_to_different_experts(model, monkeypatch):
     assert not torch.equal(batches[-1][0, 0], batches[-1][-1, -1])
 
 
-@pytest.fixture
-def measured(monkeypatch):
-    """Counts the measurements, each of which finds something else."""
-    found = []
-
-    def fake(model, progress):
-        found.append(Throughput(10.0 + len(found), 100.0))
-        return found[-1]
-
-    monkeypatch.setattr(throughput, "measure_throughput", fake)
-    return found
-
-
-def test_what_was_measured_once_is_not_measured_again_unless_asked_for(model, measured, tmp_path):
-    cache = tmp_path / "throughput.json"
-    first = determine_throughput(AUTO, model, "model", "main", cache=cache)
-    assert determine_throughput(AUTO, model, "model", "main", cache=cache) == first
-    assert len(measured) == 1
-    again = determine_throughput(AGAIN, model, "model", "main", cache=cache)
-    assert again != first
-    assert determine_throughput(AUTO, model, "model", "main", cache=cache) == again
-    assert len(measured) == 2
-
-
-def test_under_other_conditions_it_is_measured(model, measured, tmp_path, monkeypatch):
-    cache = tmp_path / "throughput.json"
-
-    def ask(span=model, name="model", revision="main", **options):
-        determine_throughput(AUTO, span, name, revision, cache=cache, **options)
-        return len(measured)
-
-    assert ask() == 1
-    assert ask(name="other") == 2
-    assert ask(revision="other") == 3
-    assert ask(quantization="int8") == 4
-    assert ask(span=model.narrowed(Span(0, 2))) == 5
-    assert ask() == 5
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 77)
-    assert ask() == 6
-    monkeypatch.setattr(throughput, "_processor", lambda: "another processor")
-    assert ask() == 7
-    monkeypatch.setattr(throughput, "VERSION", "another version")
-    assert ask() == 8
-    monkeypatch.setattr(model, "dtype", torch.float16)
-    assert ask() == 9
-    monkeypatch.setattr(model, "device", torch.device("cuda"))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
-    assert ask() == 10
-    assert ask() == 10
-
-
-def test_without_a_file_nothing_is_remembered(model, measured, monkeypatch, tmp_path):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    for count in (1, 2):
-        determine_throughput(AUTO, model, "model", "main")
-        assert len(measured) == count
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_number_counts_for_both_rates_and_nothing_is_measured_or_kept(model, measured, tmp_path):
-    cache = tmp_path / "throughput.json"
-    assert determine_throughput(ThroughputOption(12.5), model, "model", "main", cache=cache) == Throughput(12.5, 12.5)
-    assert not measured
-    assert not cache.exists()
-
-
-def test_the_log_says_where_the_figure_comes_from(model, measured, tmp_path, caplog):
+def test_what_was_given_counts_for_both_rates_and_nothing_is_measured(model, monkeypatch, caplog):
     caplog.set_level(logging.INFO)
-    for wanted, source in [
-        (AUTO, "measured"),
-        (AUTO, "measured before; --throughput measure does it again"),
-        (AGAIN, "measured"),
-        (ThroughputOption(6.0), "as given"),
-    ]:
-        caplog.clear()
-        determine_throughput(wanted, model, "model", "main", cache=tmp_path / "throughput.json")
-        [message] = [record.getMessage() for record in caplog.records]
+    monkeypatch.setattr(throughput, "measure_throughput", lambda model, progress: Throughput(10.0, 100.0))
+    for given, expected, source in [(None, (10.0, 100.0), "measured"), (12.5, (12.5, 12.5), "as given")]:
+        assert determine_throughput(given, model) == Throughput(*expected)
+        message = caplog.records[-1].getMessage()
         assert message.startswith("Throughput: ")
         assert message.endswith(f"; {source}")

@@ -12,7 +12,6 @@ from swarm.models.flash.block_plan import FlashBlock
 from swarm.models.flash.experts.expert_forward import EveryFlashExpert, FlashExperts, RoutedFlashExperts
 from swarm.models.flash.experts.expert_pool import ExpertCache, ExpertPool
 from swarm.models.flash.experts.expert_site import EXPERTS, ExpertCall, expert_call
-from swarm.models.flash.experts.look_ahead import LookAhead, find_router
 from swarm.models.flash.records import RecordLayout
 from swarm.models.flash.stay_priority import DecayedFrequency
 
@@ -71,13 +70,9 @@ def _attach_pool(blocks: Sequence[FlashBlock], slots: int) -> ExpertPool:
     layout = blocks[0].store.layout
     cache = ExpertCache(slots, DecayedFrequency(len(blocks), layout.count), max(1, GROUP_BYTES // layout.stride))
     pool = ExpertPool([one.store for one in blocks], cache)
-    modules = []
     for number, one in enumerate(blocks):
         path = one.plan.modules[EXPERTS]
-        modules.append(_flash_experts(one, path, pool, number))
-        one.block.set_submodule(path, modules[-1])
-    routers = [find_router(one.block, one.plan.modules[EXPERTS], layout.count) for one in blocks]
-    LookAhead(pool, modules, routers)
+        one.block.set_submodule(path, _flash_experts(one, path, pool, number))
     return pool
 
 

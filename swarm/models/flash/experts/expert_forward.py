@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from contextlib import closing
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,19 +28,6 @@ Weights = dict[str, torch.Tensor]
 """One expert's weights and biases, by their names in the experts module."""
 
 
-class NextBlock(Protocol):
-    """What a block's experts tell when the drive has delivered all that they need."""
-
-    def __call__(self, needed: Indices, experts_a_token: int, in_use: Indices) -> None:
-        """Begin to read what the next block may need.
-
-        Args:
-            needed: the experts that this block needs.
-            experts_a_token: how many each token needs.
-            in_use: slots that must keep what they hold.
-        """
-
-
 class FlashExperts(nn.Module):
     """Base of both: the family's own module, without the weights of experts, and where these are.
 
@@ -49,16 +36,12 @@ class FlashExperts(nn.Module):
         path: of that module inside its block; names of the records' tensors begin with it.
         pool: has the experts.
         block: the block's number in the pool.
-
-    Attributes:
-        next_block: set by `look_ahead.LookAhead`; None if nothing is read ahead.
     """
 
     def __init__(self, experts: nn.Module, path: str, pool: ExpertPool, block: int) -> None:
         super().__init__()
         names = expert_tensors(experts)
         self.num_experts = pool.buffer.layout.count
-        self.next_block: NextBlock | None = None
         self._pool, self._block = pool, block
         self._weights = {name: pool.buffer.field(f"{path}.{name}") for name in names}
         for name in names:
@@ -69,12 +52,7 @@ class FlashExperts(nn.Module):
         """Each needed expert and its weights, in the order in which they become available."""
         if torch.is_grad_enabled():
             raise InvalidOption("experts on flash compute no gradients: their weights are replaced while it computes")
-
-        def when_read(in_use: Indices) -> None:
-            if self.next_block is not None:
-                self.next_block(needed, round(shares.sum()), in_use)
-
-        with closing(self._pool.visit(self._block, needed, shares, tokens, when_read)) as parts:
+        with closing(self._pool.visit(self._block, needed, shares, tokens)) as parts:
             for part in parts:
                 for expert, slot in zip(part.experts.tolist(), part.slots.tolist(), strict=True):
                     yield expert, {name: weight[slot] for name, weight in self._weights.items()}

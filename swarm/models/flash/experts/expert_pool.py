@@ -9,7 +9,7 @@ priority is too low to stay take turns in a few slots.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -101,23 +101,6 @@ class ExpertCache:
             self._settle(block, group)
         return ForwardPlan(hits, reads)
 
-    def make_room(self, block: int, experts: Indices, chance: float, in_use: Indices) -> Placed:
-        """Slots for those experts that are absent, as far as they are likelier to be needed than what leaves.
-
-        Args:
-            experts: likeliest first.
-            chance: of each of them to be needed next, in the unit of the rule's priorities.
-            in_use: slots that keep what they hold.
-        """
-        slots = self._slot_BE[block, experts]
-        absent = experts[slots == ABSENT]
-        keep = np.concatenate([in_use, slots[slots != ABSENT]])
-        leaving = self._leaving_first(np.setdiff1d(np.arange(self.slots), keep))[: len(absent)]
-        leaving = leaving[self._worth(leaving) < chance]
-        placed = Placed(absent[: len(leaving)], leaving)
-        self._settle(block, placed)
-        return placed
-
     def forget(self, slots: Indices) -> None:
         """What lies in these slots cannot be used: they are free."""
         keys = self._key_S[slots]
@@ -172,15 +155,11 @@ class ExpertCounters:
         tokens: tokens of all forwards of all blocks.
         hits: needed experts that were in memory.
         misses: needed experts that had to be read.
-        look_ahead_hits: those among the hits that were there, or on their way, because of looking ahead.
-        look_ahead_reads: experts that were read because they might be needed.
     """
 
     tokens: int = 0
     hits: int = 0
     misses: int = 0
-    look_ahead_hits: int = 0
-    look_ahead_reads: int = 0
 
 
 class ExpertPool:
@@ -200,22 +179,13 @@ class ExpertPool:
         self.cache = cache
         self.buffer = RecordBuffer(stores[0].layout, cache.slots)
         self.counters = ExpertCounters()
-        self._ahead: dict[int, PendingRead] = {}  # slot to a read that nothing has waited for
-        self._untried: set[int] = set()  # slots of experts that were read ahead and not needed yet
 
     @property
     def bytes_read(self) -> int:
         """Bytes that the stores of all blocks have read."""
         return sum(store.counters.bytes for store in self.stores)
 
-    def visit(
-        self,
-        block: int,
-        needed: Indices,
-        shares: np.ndarray,
-        tokens: int,
-        when_read: Callable[[Indices], None] = lambda in_use: None,
-    ) -> Generator[Placed, None, None]:
+    def visit(self, block: int, needed: Indices, shares: np.ndarray, tokens: int) -> Generator[Placed, None, None]:
         """Yield the needed experts in parts: first those in memory, then the others as they arrive.
 
         A part stays in memory until the next one is asked for. Close the iterator if it is not used up.
@@ -225,8 +195,6 @@ class ExpertPool:
             needed: experts, ascending, each once.
             shares: for each of them, the share of the forward's tokens that needs it.
             tokens: of the forward.
-            when_read: called once, when the drive has delivered all that this forward needs, with the slots that must
-                keep what they hold.
 
         Raises:
             DriveFailed: an expert cannot be read. The pool can be used again.
@@ -236,58 +204,14 @@ class ExpertPool:
         self.counters.tokens += tokens
         self.counters.hits += len(plan.hits)
         self.counters.misses += missing
-        self.counters.look_ahead_hits += len(self._untried.intersection(plan.hits.slots.tolist()))
-        self._untried.difference_update(plan.hits.slots.tolist())
-        yield from _Visit(self, self.stores[block], plan, when_read).run()
-
-    def look_ahead(self, block: int, experts: Indices, chance: float, in_use: Indices) -> None:
-        """Begin to read experts that a block will probably need, where they are worth more than what leaves.
-
-        Args:
-            experts: likeliest first.
-            chance: of each of them to be needed, in the unit of the rule's priorities.
-            in_use: slots that must keep what they hold.
-        """
-        busy = np.concatenate([in_use, np.fromiter(self._ahead, dtype=np.int64)])
-        placed = self.cache.make_room(block, experts, chance, busy)
-        for number, slot in enumerate(placed.slots.tolist()):
-            one = placed.part(number, number + 1)
-            try:
-                self._ahead[slot] = self.stores[block].read(one.experts, self.buffer, one.slots)
-            except DriveFailed:  # whatever is needed and cannot be read will say so
-                self.cache.forget(placed.slots[number:])
-                return
-            self._untried.add(slot)
-            self.counters.look_ahead_reads += 1
-
-    def finish_ahead(self, slots: Indices) -> None:
-        """Wait for reads of `look_ahead` into these slots. Raises `DriveFailed`; the slot is then free."""
-        for slot in slots.tolist():
-            read = self._ahead.pop(slot, None)
-            if read is not None:
-                try:
-                    read.wait()
-                except DriveFailed:
-                    self.cache.forget(np.array([slot]))
-                    raise
-
-    def is_ahead(self, slots: Indices) -> np.ndarray:
-        """Which of the slots wait for a read of `look_ahead`."""
-        return np.array([slot in self._ahead for slot in slots.tolist()], dtype=bool)
-
-    def give_away(self, slots: Indices) -> None:
-        """Before these slots are read into: what was read ahead into them was of no use."""
-        self._untried.difference_update(slots.tolist())
-        self.finish_ahead(slots)
+        yield from _Visit(self, self.stores[block], plan).run()
 
 
 class _Visit:
     """One forward's way through its plan."""
 
-    def __init__(
-        self, pool: ExpertPool, store: WeightStore, plan: ForwardPlan, when_read: Callable[[Indices], None]
-    ) -> None:
-        self._pool, self._store, self._plan, self._when_read = pool, store, plan, when_read
+    def __init__(self, pool: ExpertPool, store: WeightStore, plan: ForwardPlan) -> None:
+        self._pool, self._store, self._plan = pool, store, plan
         self._waiting = deque(plan.reads)
         self._reading: deque[tuple[Placed, PendingRead]] = deque()
         self._busy = set(plan.hits.slots.tolist())  # slots of experts that were not computed yet
@@ -296,13 +220,13 @@ class _Visit:
         finished = False
         try:
             self._begin_reads()
-            yield from self._hits()
+            if len(self._plan.hits):
+                yield self._plan.hits
+                self._busy.difference_update(self._plan.hits.slots.tolist())
             while self._waiting or self._reading:
                 self._begin_reads()
                 group, read = self._reading.popleft()
                 read.wait()
-                if not self._waiting and not self._reading:
-                    self._when_read(self._in_use())
                 yield group
                 self._busy.difference_update(group.slots.tolist())
             finished = True
@@ -310,36 +234,13 @@ class _Visit:
             if not finished:
                 self._abandon()
 
-    def _hits(self) -> Generator[Placed, None, None]:
-        """Hits that are in memory, then those that are still on their way."""
-        hits = self._plan.hits
-        ahead = self._pool.is_ahead(hits.slots)
-        present = Placed(hits.experts[~ahead], hits.slots[~ahead])
-        if not self._plan.reads and not ahead.any():
-            self._when_read(self._in_use())
-        if len(present):
-            yield present
-            self._busy.difference_update(present.slots.tolist())
-        arriving = Placed(hits.experts[ahead], hits.slots[ahead])
-        for number in range(len(arriving)):
-            one = arriving.part(number, number + 1)
-            self._pool.finish_ahead(one.slots)
-            if not self._plan.reads and number == len(arriving) - 1:
-                self._when_read(self._in_use())
-            yield one
-            self._busy.difference_update(one.slots.tolist())
-
     def _begin_reads(self) -> None:
         """Begin all reads, in order, whose slots nothing needs any more."""
         while self._waiting and self._busy.isdisjoint(self._waiting[0].slots.tolist()):
             group = self._waiting[0]
-            self._pool.give_away(group.slots)
             self._reading.append((group, self._store.read(group.experts, self._pool.buffer, group.slots)))
             self._waiting.popleft()
             self._busy.update(group.slots.tolist())
-
-    def _in_use(self) -> Indices:
-        return np.fromiter(self._busy, dtype=np.int64)
 
     def _abandon(self) -> None:
         """After a failure: no read goes on, and no slot is believed to hold what was not read."""

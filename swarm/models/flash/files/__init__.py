@@ -4,5 +4,4 @@ block_files     where they lie; locks between processes
 manifest        what they hold, and the checks of a file that may hold anything
 record_writing  the bytes, in order
 preparation     writes what is missing, if there is room; prepared_block: what was written, checked and open
-inventory       what lies there; removing it
 """

@@ -9,7 +9,7 @@
         block-0003.neurons.predictor.json          its digest, and that of the block that it was trained for
         block-0003.block.records                   the same block for a server that is exact, and so on
       .locks/
-        org--model@0123…cdef@bfloat16.*       see `preparation_lock` and `UseLock`
+        org--model@0123…cdef@bfloat16.*       see `preparation_lock`
 
 The kind of record is part of the name: servers that select neurons and servers that stream whole blocks use the same
 folder at the same time. A predictor is trained after its block was prepared, so it has an entry of its own.
@@ -22,9 +22,8 @@ import fcntl
 import logging
 import os
 import re
-import shlex
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote
@@ -92,19 +91,17 @@ class PackedModel:
         name: the model's name in the swarm.
         revision: of the checkpoint.
         dtype: in which the weights are stored and computed with.
-        source: local folder or hub id: how the user names the model on the command line.
     """
 
     root: Path
     name: str
     revision: str
     dtype: torch.dtype
-    source: str
 
     @classmethod
     def of(cls, checkpoint: Checkpoint, dtype: torch.dtype, root: Path) -> PackedModel:
         """The packed files of a checkpoint."""
-        return cls(root, checkpoint.name, checkpoint.revision, dtype, checkpoint.source)
+        return cls(root, checkpoint.name, checkpoint.revision, dtype)
 
     @property
     def folder_name(self) -> str:
@@ -119,18 +116,6 @@ class PackedModel:
     def files(self, block: int, kind: RecordKind) -> BlockFiles:
         """The paths of one block's files."""
         return BlockFiles(self.folder, block, kind)
-
-    def prepare_command(self, block: int, kind: RecordKind) -> str:
-        """The command line that prepares a block."""
-        parts = ["swarm", "flash", "prepare", self.source, "--blocks", f"{block}:{block + 1}"]
-        parts += ["--dtype", dtype_name(self.dtype)]
-        if kind is RecordKind.BLOCK:
-            parts += ["--flash-exact"]
-        if not Path(self.source).is_dir():
-            parts += ["--revision", self.revision]
-        if self.root != flash_root(None):
-            parts += ["--cache-dir", str(self.root.parent)]
-        return shlex.join(parts)
 
 
 @dataclass(frozen=True)
@@ -170,12 +155,8 @@ def packed_files(folder: Path) -> list[PackedFile]:
 
 logger = logging.getLogger(__name__)
 
-# Two locks for each model's folder: one is held while blocks are prepared, the other, shared, while blocks are in use.
-# So a server can use some blocks while another process prepares others, and nothing is removed under a server. Their
-# files lie outside the folder and are never removed: a lock on a removed file protects nothing.
+# Locks lie outside of the models' folders, because a lock on a removed file protects nothing.
 LOCKS_FOLDER = ".locks"
-PREPARING = "preparing"
-USED = "used"
 
 
 @contextmanager
@@ -186,53 +167,13 @@ def preparation_lock(model: PackedModel) -> Iterator[None]:
     """
     with ExitStack() as stack:
         try:
-            descriptor = _opened(_path(model.root, model.folder_name, PREPARING), stack)
+            descriptor = _opened(model.root / LOCKS_FOLDER / f"{model.folder_name}.preparing", stack)
             if not _try_lock(descriptor, fcntl.LOCK_EX):
                 logger.info("Another process is preparing blocks of %s: waiting until it has finished", model.name)
                 fcntl.flock(descriptor, fcntl.LOCK_EX)
         except OSError as error:
             raise unusable_folder(model.root, error) from None
         yield
-
-
-class UseLock:
-    """Keeps a model's packed files from being removed, until it is closed or the process ends."""
-
-    def __init__(self, model: PackedModel) -> None:
-        self._stack = ExitStack()
-        # A user who may only read the folder needs no lock: its files can only be removed by others, and what is open
-        # stays readable.
-        with suppress(OSError):
-            descriptor = _opened(_path(model.root, model.folder_name, USED), self._stack)
-            fcntl.flock(descriptor, fcntl.LOCK_SH)
-            os.utime(descriptor)
-
-    def close(self) -> None:
-        """Let go."""
-        self._stack.close()
-
-
-@contextmanager
-def removal_lock(root: Path, folder_name: str) -> Iterator[bool]:
-    """Keep other processes from preparing and using a model's packed files; False if one of them does.
-
-    Raises `PackedFileError` if the folder cannot be written, or if its file system has no locks.
-    """
-    with ExitStack() as stack:
-        try:
-            descriptors = [_opened(_path(root, folder_name, purpose), stack) for purpose in (PREPARING, USED)]
-            free = all(_try_lock(descriptor, fcntl.LOCK_EX) for descriptor in descriptors)
-        except OSError as error:
-            raise unusable_folder(root, error) from None
-        yield free
-
-
-def last_used(root: Path, folder_name: str) -> float | None:
-    """When a process last began to use these packed files (seconds since 1970), or None if never."""
-    try:
-        return _path(root, folder_name, USED).stat().st_mtime
-    except OSError:
-        return None
 
 
 def unusable_folder(root: Path, error: OSError) -> PackedFileError:
@@ -258,7 +199,3 @@ def _try_lock(descriptor: int, operation: int) -> bool:
             return False
         raise
     return True
-
-
-def _path(root: Path, folder_name: str, purpose: str) -> Path:
-    return root / LOCKS_FOLDER / f"{folder_name}.{purpose}"

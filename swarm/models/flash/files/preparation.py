@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -79,7 +79,7 @@ def check_space(model: PackedModel, planned: Mapping[int, PlannedBlock]) -> None
         raise NotEnoughSpace(
             f"the packed weights of blocks {format_blocks(planned)} of {model.name} need "
             f"{format_bytes(space.needed(planned))}, and {model.root} has {format_bytes(space.free)} free: remove "
-            "others (swarm flash show, swarm flash clean), take fewer blocks, or choose another drive with --cache-dir"
+            "others from there, take fewer blocks, or choose another drive with --cache-dir"
         )
 
 
@@ -114,11 +114,7 @@ def open_span(
     model = PackedModel.of(checkpoint, dtype, root)
     opened, unusable = open_blocks(checkpoint, model, planned, progress)
     if unusable:
-        try:
-            opened |= _prepare(checkpoint, model, {block: planned[block] for block in unusable}, progress)
-        except BaseException:
-            _close(opened.values())
-            raise
+        opened |= _prepare(checkpoint, model, {block: planned[block] for block in unusable}, progress)
     return dict(sorted(opened.items()))
 
 
@@ -155,35 +151,23 @@ def _stored_digests(checkpoint: Checkpoint, blocks: Collection[int]) -> dict[int
 def _prepare(
     checkpoint: Checkpoint, model: PackedModel, planned: Mapping[int, PlannedBlock], progress: bool
 ) -> dict[int, PreparedBlock]:
-    """Write those of the planned blocks that cannot be used, and open all of them.
-
-    They are opened before the lock is gone, so that nothing is removed in between.
-    """
+    """Write those of the planned blocks that cannot be used, and open all of them."""
     with preparation_lock(model):
         _remove_unfinished(model)
         opened, unusable = open_blocks(checkpoint, model, planned, progress)
-        try:
-            for block, error in unusable.items():
-                if os.path.exists(model.files(block, planned[block].plan.kind).manifest):
-                    logger.warning("%s", error)
-            if unusable:
-                missing = {block: planned[block] for block in unusable}
-                _make_room(model, missing)
-                title = f"Preparing blocks {format_blocks(missing)}" if progress else None
-                with console.progress_bar(title, sum(one.size for one in missing.values()), "B") as bar:
-                    for block, one in missing.items():
-                        _write_block(checkpoint, model, block, one, bar.update)
-                        opened[block] = _read_back(model, block, one)
-                        return_freed_memory()
-        except BaseException:
-            _close(opened.values())
-            raise
+        for block, error in unusable.items():
+            if os.path.exists(model.files(block, planned[block].plan.kind).manifest):
+                logger.warning("%s; it is prepared again", error)
+        if unusable:
+            missing = {block: planned[block] for block in unusable}
+            _make_room(model, missing)
+            title = f"Preparing blocks {format_blocks(missing)}" if progress else None
+            with console.progress_bar(title, sum(one.size for one in missing.values()), "B") as bar:
+                for block, one in missing.items():
+                    _write_block(checkpoint, model, block, one, bar.update)
+                    opened[block] = _read_back(model, block, one)
+                    return_freed_memory()
     return opened
-
-
-def _close(blocks: Iterable[PreparedBlock]) -> None:
-    for prepared in blocks:
-        prepared.close()
 
 
 def _make_room(model: PackedModel, planned: Mapping[int, PlannedBlock]) -> None:
@@ -270,8 +254,7 @@ def _write_errors(model: PackedModel, what: str) -> Iterator[None]:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise NotEnoughSpace(
                 f"{model.root} became full in the preparation of {what} of {model.name}. Finished blocks are kept: "
-                "free some space (swarm flash show, swarm flash clean) and prepare again, or choose another drive "
-                "with --cache-dir"
+                "free some space and start again, or choose another drive with --cache-dir"
             ) from None
         raise unusable_folder(model.root, error) from None
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack
 from pathlib import Path
 
 import torch
@@ -11,7 +10,7 @@ from safetensors import SafetensorError, safe_open
 
 from swarm.errors import PackedFileError
 from swarm.models.flash.block_plan import BlockPlan
-from swarm.models.flash.files.block_files import BlockFiles, PackedModel, UseLock
+from swarm.models.flash.files.block_files import BlockFiles, PackedModel
 from swarm.models.flash.files.manifest import (
     FileContent,
     Manifest,
@@ -27,7 +26,7 @@ from swarm.models.flash.records import RecordLayout
 
 
 class PreparedBlock:
-    """A block whose packed files were checked. They are not removed until it is closed.
+    """A block whose packed files were checked.
 
     Create one with `open_block`.
 
@@ -37,17 +36,14 @@ class PreparedBlock:
         layout: of the records.
         digest: of the block's tensors in the checkpoint, as servers announce it.
         files: where the files lie; the records are in `files.records`.
-        new: whether this process has just written them.
     """
 
-    def __init__(self, manifest: Manifest, files: BlockFiles, use: UseLock, new: bool) -> None:
+    def __init__(self, manifest: Manifest, files: BlockFiles) -> None:
         self.block = manifest.block
         self.plan: BlockPlan = manifest.plan
         self.layout: RecordLayout = manifest.layout
         self.digest = manifest.digest
         self.files = files
-        self.new = new
-        self._use = use
 
     @property
     def records(self) -> Path:
@@ -81,10 +77,6 @@ class PreparedBlock:
         _check_content(path, entry.content)
         return path
 
-    def close(self) -> None:
-        """Let go of the files."""
-        self._use.close()
-
 
 def open_block(
     model: PackedModel,
@@ -95,7 +87,7 @@ def open_block(
     new: bool = False,
     progress: Callable[[int], object] = lambda size: None,
 ) -> PreparedBlock:
-    """Check a block's packed files and open them. All bytes are read and compared with their digests.
+    """Check a block's packed files. All bytes are read and compared with their digests.
 
     Args:
         planned: what preparation would write now; files that were prepared in another way are refused.
@@ -104,31 +96,20 @@ def open_block(
         progress: called with the bytes of each part that was compared.
 
     Raises:
-        PackedFileError: the block is not prepared, or its files cannot be used; the message names the block, and the
-            command that prepares it.
+        PackedFileError: the block is not prepared, or its files cannot be used; the message names the block.
     """
-    kind = planned.plan.kind
-    with ExitStack() as stack:
-        use = UseLock(model)
-        stack.callback(use.close)
-        try:
-            manifest = _checked_manifest(model, block, planned, digest, progress)
-        except FileNotFoundError:
+    try:
+        manifest = _checked_manifest(model, block, planned, digest, progress)
+    except FileNotFoundError:
+        raise PackedFileError(f"block {block} of {model.name} is not prepared for flash") from None
+    except PackedFileError as error:
+        if new:
             raise PackedFileError(
-                f"block {block} of {model.name} is not prepared for flash: run {model.prepare_command(block, kind)}"
+                f"the drive of {model.folder} does not return what was written to it: {error}. Check that drive, or "
+                "choose another with --cache-dir"
             ) from None
-        except PackedFileError as error:
-            if new:
-                raise PackedFileError(
-                    f"the drive of {model.folder} does not return what was written to it: {error}. Check that drive, "
-                    "or choose another with --cache-dir"
-                ) from None
-            raise PackedFileError(
-                f"block {block} of {model.name} cannot be read from flash: {error}. "
-                f"Prepare it again: {model.prepare_command(block, kind)}"
-            ) from None
-        stack.pop_all()
-        return PreparedBlock(manifest, model.files(block, kind), use, new)
+        raise PackedFileError(f"block {block} of {model.name} cannot be read from flash: {error}") from None
+    return PreparedBlock(manifest, model.files(block, planned.plan.kind))
 
 
 def _checked_manifest(

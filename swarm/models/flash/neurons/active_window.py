@@ -18,10 +18,6 @@ from swarm.models.flash.neurons.neuron_matrix import ABSENT
 from swarm.models.flash.records import Indices
 from swarm.models.flash.stay_priority import DecayedFrequency, StayPriority
 
-STAYING_BONUS = 0.01
-"""Part of its priority that a neuron in memory has on top when all neurons pass by: a smaller difference is not worth
-the copying."""
-
 EXPECTED_ACCEPTED = 0.5
 """Share of a sequence's candidate tokens that speculation is expected to accept."""
 
@@ -106,9 +102,7 @@ class ActiveWindow:
         worthwhile = np.flatnonzero(self.priority)
         excess = len(worthwhile) - self._matrix.capacity
         if excess > 0:
-            priority = self.priority[worthwhile]
-            priority *= 1 + STAYING_BONUS * (self._matrix.row_of[worthwhile] != ABSENT)
-            worthwhile = np.sort(worthwhile[np.argpartition(priority, excess - 1)[excess:]])
+            worthwhile = np.sort(worthwhile[np.argpartition(self.priority[worthwhile], excess - 1)[excess:]])
         return self._portion(worthwhile)
 
     def _portion(self, needed: Indices) -> Portion:

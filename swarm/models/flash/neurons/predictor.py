@@ -8,22 +8,19 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Protocol
 
-import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch.nn import functional
 
-from swarm.common.files.checked_json import fields, items, number, parse_json, text, to_json
+from swarm.common.files.checked_json import fields, number, parse_json, text, to_json
 from swarm.errors import PackedFileError
 
 _FORMAT = "swarm neuron predictor 2"
 _METADATA_KEY = "predictor"
-_MAX_SHARES = 64
 _MAX_LOSS = 1e3
 _DTYPES = frozenset({"BF16", "F16", "F32"})
 """What predictors are made in, as safetensors names it."""
@@ -81,48 +78,18 @@ class LowRankPredictor:
 
 
 @dataclass(frozen=True)
-class Sparsity:
-    """How many of a layer's neurons tokens need, as shares that were measured over text.
-
-    Raises `ValueError` if a share is not between 0 and 1, or if more memory reads more.
-
-    Attributes:
-        two_tokens: share that two consecutive tokens need together.
-        reads: share of the neurons that memory has room for, and share that is then read for a token, in order. The
-            first is for no memory: what a token needs.
-    """
-
-    two_tokens: float
-    reads: tuple[tuple[float, float], ...]
-
-    def __post_init__(self) -> None:
-        if not 0 < self.two_tokens <= 1:
-            raise ValueError(f"a share lies between 0 and 1, not {self.two_tokens}")
-        if not self.reads or not all(0 <= memory < 1 and 0 <= read <= 1 for memory, read in self.reads):
-            raise ValueError(f"shares in memory and shares read lie between 0 and 1, not {self.reads}")
-        if any(right <= left or fewer > more for (left, more), (right, fewer) in pairwise(self.reads)):
-            raise ValueError(f"more memory never reads more: {self.reads}")
-
-    def read(self, memory: float) -> float:
-        """The share that is read for a token if memory has room for the share `memory`: linear between what was
-        measured, and nothing if all neurons fit."""
-        places, shares = zip(*self.reads, (1.0, 0.0), strict=True)
-        return float(np.interp(memory, places, shares))
-
-
-@dataclass(frozen=True)
 class CalibratedPredictor:
     """A predictor, and what was found out about it.
 
     Attributes:
-        sparsity: of the neurons that it selects.
+        two_tokens: share of the neurons that it selects for one or the other of two consecutive tokens.
         recall: share that it selects of what neurons contribute, see `predictor_training.energy`.
         perplexity_loss: by how much this block's selection raises the model's perplexity, as a share; None if it was
             not measured. Losses of blocks are so small that they add up.
     """
 
     predictor: LowRankPredictor
-    sparsity: Sparsity
+    two_tokens: float
     recall: float
     perplexity_loss: float | None = None
 
@@ -133,14 +100,13 @@ def encode_predictor(calibrated: CalibratedPredictor, digest: str) -> bytes:
     Args:
         digest: of the block that it was made for, see `swarm.models.checkpoints.block_digest`.
     """
-    predictor, sparsity, loss = calibrated.predictor, calibrated.sparsity, calibrated.perplexity_loss
+    predictor, loss = calibrated.predictor, calibrated.perplexity_loss
     metadata = {
         "format": _FORMAT,
         "block_digest": digest,
         "threshold": predictor.threshold,
         "recall": calibrated.recall,
-        "two_tokens": sparsity.two_tokens,
-        "reads": [list(point) for point in sparsity.reads],
+        "two_tokens": calibrated.two_tokens,
         "perplexity_loss": loss if loss is not None and math.isfinite(loss) else None,
     }
     tensors = {"first": predictor.first, "second": predictor.second, "bias": predictor.bias}
@@ -175,7 +141,7 @@ def load_predictor(path: Path, digest: str, hidden: int, neurons: int) -> Calibr
     if len({tensor.dtype for tensor in tensors}) != 1 or not all(tensor.isfinite().all() for tensor in tensors):
         raise _refusal(path, "its values are not finite, or of several types")
     predictor = LowRankPredictor(first, second, bias, metadata.threshold)
-    return CalibratedPredictor(predictor, metadata.sparsity, metadata.recall, metadata.perplexity_loss)
+    return CalibratedPredictor(predictor, metadata.two_tokens, metadata.recall, metadata.perplexity_loss)
 
 
 @dataclass(frozen=True)
@@ -184,30 +150,27 @@ class _Metadata:
 
     threshold: float
     recall: float
-    sparsity: Sparsity
+    two_tokens: float
     perplexity_loss: float | None
 
 
 def _parsed(path: Path, metadata: str | None, digest: str) -> _Metadata:
-    names = ("format", "block_digest", "threshold", "recall", "two_tokens", "reads", "perplexity_loss")
+    names = ("format", "block_digest", "threshold", "recall", "two_tokens", "perplexity_loss")
     try:
         content = parse_json(metadata or "")
-        form, block_digest, threshold, recall, two_tokens, reads, loss = fields(content, names, closed=False)
+        form, block_digest, threshold, recall, two_tokens, loss = fields(content, names, closed=False)
         if text(form, len(_FORMAT)) != _FORMAT:
             raise ValueError("another format")
         if block_digest != digest:
             raise _refusal(path, "it was made for another block, or another revision of it")
-        sparsity = Sparsity(number(two_tokens), tuple(_point(one) for one in items(reads, _MAX_SHARES)))
+        share = number(two_tokens, 0, 1)
+        if not share:
+            raise ValueError("tokens that need no neurons")
         checked_loss = None if loss is None else number(loss, -1, _MAX_LOSS)
-        return _Metadata(number(threshold), number(recall, 0, 1), sparsity, checked_loss)
+        return _Metadata(number(threshold), number(recall, 0, 1), share, checked_loss)
     except (ValueError, RecursionError) as error:
         raise _refusal(path, f"it holds no neuron predictor of this version ({error})") from error
 
 
-def _point(value: object) -> tuple[float, float]:
-    memory, read = items(value, length=2)
-    return number(memory), number(read)
-
-
 def _refusal(path: Path, reason: str) -> PackedFileError:
-    return PackedFileError(f"the predictor {path} cannot be used: {reason}; prepare the model again with `swarm flash`")
+    return PackedFileError(f"the predictor {path} cannot be used: {reason}")

@@ -11,19 +11,14 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional
 
 from swarm.models.flash.block_plan import BlockPlan
-from swarm.models.flash.neurons.active_window import ActiveWindow
 from swarm.models.flash.neurons.feed_forward_site import ACTIVATION, DOWN, entry_role
-from swarm.models.flash.neurons.neuron_matrix import ABSENT
 from swarm.models.flash.neurons.neuron_products import neuron_values
-from swarm.models.flash.neurons.predictor import CalibratedPredictor, LowRankPredictor, Sparsity
-from swarm.models.flash.records import Indices
-from swarm.models.flash.stay_priority import StayPriority
+from swarm.models.flash.neurons.predictor import CalibratedPredictor, LowRankPredictor
 
 RECALL = 0.998
 """Share of the squared contributions that predictors have to select. The loss of perplexity is in proportion to the
@@ -39,12 +34,6 @@ which takes several times as long as computing."""
 
 CALIBRATION_SHARE = 0.25
 """Of the sequences: thresholds are found with text that the predictor was not trained on."""
-
-MEMORY_SHARES = tuple(eighths / 8 for eighths in range(8))
-"""Shares of the neurons that memory has room for, for which reads are measured."""
-
-WARM_UP_SHARE = 0.25
-"""Of a trace, whose reads are not counted: memory is empty only once."""
 
 EXTRA_RANK, POWER_ITERATIONS = 16, 4
 """Of the randomized SVD."""
@@ -211,7 +200,7 @@ def make_predictor(
     trained = calibrated(trained_predictor(start[1], layer, training_TH, options or TrainingOptions()))
     _, best = min(start, trained, key=lambda pair: pair[0])
     selected_RTN = best.select(inputs_RTH[split:].float())
-    return CalibratedPredictor(best.to(layer.weight.dtype), measured_sparsity(selected_RTN), recall)
+    return CalibratedPredictor(best.to(layer.weight.dtype), needed_by_two_tokens(selected_RTN), recall)
 
 
 def training_sequences(sequences: int) -> int:
@@ -236,55 +225,11 @@ def cheapest_rank(shares: Mapping[int, float], neurons: int, hidden: int, record
     return min(shares, key=cost)
 
 
-def measured_sparsity(selected_RTN: torch.Tensor) -> Sparsity:
-    """How many neurons tokens need, and what is read for them with how much memory.
+def needed_by_two_tokens(selected_RTN: torch.Tensor) -> float:
+    """Share of the neurons that one or the other of two consecutive tokens needs; never zero.
 
     Args:
         selected_RTN: of each token of each sequence, `[sequences, tokens, neurons]` bool; at least two tokens.
     """
     pairs_RTN = selected_RTN[:, :-1] | selected_RTN[:, 1:]
-    neurons = selected_RTN.shape[-1]
-    two_tokens = max(pairs_RTN.float().mean().item(), 1 / neurons)  # never zero, which no sparsity is
-    trace_FN = selected_RTN.flatten(0, 1).numpy()
-    counted = slice(int(len(trace_FN) * WARM_UP_SHARE), None)
-    read = [trace_FN.mean()]
-    for share in MEMORY_SHARES[1:]:
-        read.append(neurons_read(trace_FN, max(1, int(share * neurons)))[counted].mean() / neurons)
-    # More memory reads more for some traces, which says nothing about the next one.
-    return Sparsity(two_tokens, tuple(zip(MEMORY_SHARES, np.minimum.accumulate(read).tolist(), strict=True)))
-
-
-def neurons_read(trace_FN: np.ndarray, slots: int, rule: StayPriority | None = None) -> np.ndarray:
-    """Number of neurons that an `ActiveWindow` reads for each forward, `[forwards]`.
-
-    Args:
-        trace_FN: neurons that are needed, one forward after the other, `[forwards, neurons]` bool.
-        slots: neurons that memory has room for.
-        rule: see `ActiveWindow`.
-    """
-    held = _Held(trace_FN.shape[1], slots)
-    window = ActiveWindow(held, rule)
-    counts = np.zeros(len(trace_FN), dtype=np.int64)
-    for number, needed_N in enumerate(trace_FN):
-        for portion in window.portions(np.flatnonzero(needed_N)):
-            held.change(portion.leaving, portion.joining)
-            counts[number] += len(portion.joining)
-    return counts
-
-
-class _Held:
-    """Which neurons are in memory, without their weights."""
-
-    def __init__(self, neurons: int, capacity: int) -> None:
-        self.row_of: Indices = np.full(neurons, ABSENT)
-        self.capacity = capacity
-        self.neurons: Indices = np.zeros(0, dtype=np.int64)
-
-    @property
-    def num_used(self) -> int:
-        return len(self.neurons)
-
-    def change(self, leaving: Indices, joining: Indices) -> None:
-        self.row_of[leaving] = ABSENT
-        self.row_of[joining] = 0
-        self.neurons = np.flatnonzero(self.row_of != ABSENT)
+    return max(pairs_RTN.float().mean().item(), 1 / selected_RTN.shape[-1])

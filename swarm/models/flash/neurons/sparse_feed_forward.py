@@ -45,9 +45,6 @@ class NeuronCounters:
         needed: neurons selected for at least one token of a forward, summed over forwards.
         read: those of them that were not in memory.
         portions: more than `forwards` if memory was too small for what a forward needed.
-        exact_tokens: tokens that were computed with all neurons.
-        sampled_active: active neurons of tokens of exact forwards, which the predictor was asked about.
-        sampled_missed: those of them that it would not have selected.
     """
 
     neurons: int
@@ -57,31 +54,12 @@ class NeuronCounters:
     needed: int = 0
     read: int = 0
     portions: int = 0
-    exact_tokens: int = 0
-    sampled_active: int = 0
-    sampled_missed: int = 0
-
-    @property
-    def hits(self) -> float:
-        """Share of the needed neurons that were in memory."""
-        return 1 - self.read / self.needed if self.needed else 1.0
-
-    @property
-    def recall(self) -> float:
-        """Share of the active neurons that the predictor selects, as sampled."""
-        return 1 - self.sampled_missed / self.sampled_active if self.sampled_active else 1.0
 
     def count_forward(self, selected_TN: torch.Tensor, needed: int) -> None:
         self.forwards += 1
         self.tokens += len(selected_TN)
         self.selected += int(selected_TN.sum())
         self.needed += needed
-
-    def count_sample(self, selected_TN: torch.Tensor, values_TN: torch.Tensor) -> None:
-        """Compare what the predictor selects with the values of the same neurons."""
-        active_TN = values_TN != 0
-        self.sampled_active += int(active_TN.sum())
-        self.sampled_missed += int((active_TN & ~selected_TN).sum())
 
 
 SLAB_BYTES = 8 << 20
@@ -123,35 +101,23 @@ class ExactPass:
     ) -> None:
         self._products, self._biases, self._store, self._memory = products, biases, store, memory
 
-    def compute(
-        self,
-        hidden_TH: torch.Tensor,
-        selected_SN: torch.Tensor,
-        joining: Indices,
-        matrix: NeuronMatrix,
-        counters: NeuronCounters,
-    ) -> torch.Tensor:
+    def compute(self, hidden_TH: torch.Tensor, joining: Indices, matrix: NeuronMatrix) -> torch.Tensor:
         """The layer's result, `[tokens, hidden]`.
 
         Args:
-            selected_SN: what the predictor selects for the last tokens, with which recall is sampled.
             joining: neurons, sorted, that come into `matrix` on the way, which has room for them.
 
         Raises `DriveFailed`; what has come into the matrix by then is right.
         """
         # Sums of many slabs, so in fp32.
         result_TH = hidden_TH.new_zeros(hidden_TH.shape, dtype=torch.float32)
-        sampled = len(selected_SN)
         with closing(self._slabs()) as slabs:
             for start, end, buffer in slabs:
                 biases = {role: bias[start:end] for role, bias in self._biases.items()}
                 rows = self._products.rows(buffer, biases).first(end - start)
-                values_TN = self._products.all_neurons(hidden_TH, rows)
-                result_TH += values_TN @ rows.down
-                counters.count_sample(selected_SN[:, start:end], values_TN[-sampled:])
+                result_TH += self._products.all_neurons(hidden_TH, rows) @ rows.down
                 here = joining[np.searchsorted(joining, start) : np.searchsorted(joining, end)]
                 matrix.append(here, _Slab(buffer, start)).wait()
-        counters.exact_tokens += len(hidden_TH)
         return self._products.with_bias(result_TH.to(hidden_TH.dtype))
 
     def _slabs(self) -> Generator[tuple[int, int, RecordBuffer]]:
@@ -197,9 +163,6 @@ class _Slab:
 EXACT_FROM = 32
 """Tokens of a forward from which all neurons are computed: reading them in order then costs less than finding out which
 are needed, and prompts are exact."""
-
-SAMPLED_TOKENS = 4
-"""The last tokens of an exact forward, with which recall is sampled."""
 
 NOTED_TOKENS, NOTED_SHARE = 64, 1 / 4
 """The last tokens of an exact forward whose neurons are noted as needed: so many, and no more than this share of the
@@ -296,14 +259,13 @@ class SparseFeedForward(nn.Module):
         return result_TH.view(hidden.shape)
 
     def _compute_exactly(self, hidden_TH: torch.Tensor) -> torch.Tensor:
-        noted = max(SAMPLED_TOKENS, min(NOTED_TOKENS, int(len(hidden_TH) * NOTED_SHARE)))
+        noted = max(1, min(NOTED_TOKENS, int(len(hidden_TH) * NOTED_SHARE)))
         selected_TN = self._predictor.select(hidden_TH[-noted:])
         shares_N = selected_TN.float().mean(0).numpy()
         needed = np.flatnonzero(shares_N)
         portion = self._window.while_all_pass(needed, shares_N[needed], len(selected_TN))
         self.matrix.delete(portion.leaving)
-        sampled_TN = selected_TN[-SAMPLED_TOKENS:]
-        return self._exact.compute(hidden_TH, sampled_TN, portion.joining, self.matrix, self.counters)
+        return self._exact.compute(hidden_TH, portion.joining, self.matrix)
 
     def _compute_selected(self, hidden_TH: torch.Tensor) -> torch.Tensor:
         selected_TN = self._predictor.select(hidden_TH)

@@ -61,8 +61,7 @@ class FailedRead:
 
 
 @pytest.mark.parametrize(("family", "every"), [("mixtral", 5), ("llama4_text", 7)])
-def test_a_forward_fails_by_name_and_the_next_one_computes_right(family, every, monkeypatch):
-    monkeypatch.setattr("swarm.models.flash.experts.look_ahead.MIN_CHANCE", 0.0)
+def test_a_forward_fails_by_name_and_the_next_one_computes_right(family, every):
     resident = resident_model(family)
     flash = flash_model(resident, 0.5, stored=lambda store: FailingStore(store, every))
     failed = right = 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -27,10 +28,17 @@ def make_checkpoint(folder: Path, family: str = "llama") -> Checkpoint:
 
 def prepare(checkpoint: Checkpoint, span: Span, *, dtype: torch.dtype, root: Path, plan_of: PlanOf) -> list[int]:
     """Prepare a span. Returns the blocks that were written."""
-    opened = open_span(checkpoint, span, dtype=dtype, root=root, plan_of=plan_of)
-    for prepared in opened.values():
-        prepared.close()
-    return [block for block, prepared in opened.items() if prepared.new]
+    written: list[int] = []
+    write = preparation._write_block
+
+    def noted(checkpoint: Checkpoint, model: PackedModel, block: int, *rest: Any) -> None:
+        write(checkpoint, model, block, *rest)
+        written.append(block)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(preparation, "_write_block", noted)
+        open_span(checkpoint, span, dtype=dtype, root=root, plan_of=plan_of)
+    return written
 
 
 def open_span(

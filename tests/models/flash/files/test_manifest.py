@@ -39,7 +39,7 @@ LAYOUT = PLAN.layout({"mlp.up.weight": (48, 32), "mlp.down.weight": (32, 48)}, t
 
 @pytest.fixture
 def model(tmp_path) -> PackedModel:
-    return PackedModel(tmp_path, "org/model", "0123abcd", torch.bfloat16, "org/model")
+    return PackedModel(tmp_path, "org/model", "0123abcd", torch.bfloat16)
 
 
 def content_of(size: int) -> FileContent:
@@ -116,7 +116,7 @@ def replaced(content: object, path: tuple, value: object) -> object:
 @given(data=st.data())
 def test_absurd_values_are_refused_before_anything_is_allocated(tmp_path_factory, data):
     """With a digest that fits: whatever is accepted describes records that lie inside their file."""
-    model = PackedModel(tmp_path_factory.getbasetemp(), "org/model", "0123abcd", torch.bfloat16, "org/model")
+    model = PackedModel(tmp_path_factory.getbasetemp(), "org/model", "0123abcd", torch.bfloat16)
     manifest = Manifest.of(model, 3, "0123456789ab", PLAN, LAYOUT, (content_of(LAYOUT.file_bytes), content_of(7)))
     content = content_in(encode_sealed(manifest))
     place = data.draw(st.sampled_from(places(content)))

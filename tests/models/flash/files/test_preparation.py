@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import hashlib
+import json
 import logging
 import os
 
@@ -15,6 +17,7 @@ from swarm.models.checkpoints.checkpoint import open_checkpoint
 from swarm.models.flash.block_plan import RecordKind
 from swarm.models.flash.files import preparation, record_writing
 from swarm.models.flash.files.block_files import packed_files
+from swarm.models.flash.files.manifest import FORMAT_VERSION
 from swarm.models.flash.streaming import plan_streamed
 from tests.models.flash.files.preparations import (
     assert_holds_block,
@@ -67,7 +70,6 @@ def test_what_is_written_is_the_loaded_block(tmp_path, family, dtype, plan_of):
     for block in range(span.end):
         prepared = open_packed(checkpoint, tmp_path, block, dtype, plan_of)
         assert_holds_block(prepared, checkpoint, dtype)
-        prepared.close()
 
 
 def test_finished_blocks_are_kept(llama, root):
@@ -93,6 +95,17 @@ def test_a_broken_block_is_prepared_again_and_the_others_are_kept(llama, root, p
     after = contents(llama, root)
     assert {name: data for name, (data, _) in after.items()} == {name: data for name, (data, _) in before.items()}
     assert {name for name in after if after[name][1] != before[name][1]} <= {name for name in after if "0002" in name}
+
+
+def test_blocks_of_a_newer_version_of_the_program_are_prepared_again(llama, root, caplog):
+    prepare_llama(llama, root, Span(2, 3))
+    content = json.dumps({"format": FORMAT_VERSION + 1, "and": "what only that version knows"})
+    digest = hashlib.sha256(content.encode()).hexdigest()
+    manifest = packed(llama, root).files(2, RecordKind.NEURONS).manifest
+    manifest.write_text(f'{{"sha256":"{digest}","content":{content}}}')
+    with caplog.at_level(logging.WARNING):
+        assert prepare_llama(llama, root, Span(2, 3)) == [2]
+    assert f"it has format {FORMAT_VERSION + 1}, this program writes and reads format {FORMAT_VERSION}" in caplog.text
 
 
 def damage(path, fault: str) -> None:

@@ -11,7 +11,6 @@ from swarm.errors import PackedFileError
 from swarm.models.flash.neurons.predictor import (
     CalibratedPredictor,
     LowRankPredictor,
-    Sparsity,
     encode_predictor,
     load_predictor,
 )
@@ -33,39 +32,13 @@ def test_neurons_above_the_threshold_are_selected() -> None:
     assert torch.equal(predictor.select(hidden), scores > 0.25)
 
 
-@pytest.mark.parametrize(
-    ("two_tokens", "reads", "message"),
-    [
-        (0.0, ((0.5, 0.1),), "between 0 and 1"),
-        (0.5, (), "lie between"),
-        (0.5, ((0.5, 1.5),), "lie between"),
-        (0.5, ((1.0, 0.1),), "lie between"),
-        (0.5, ((0.5, 0.1), (0.5, 0.1)), "never reads more"),
-        (0.5, ((0.25, 0.1), (0.5, 0.2)), "never reads more"),
-    ],
-)
-def test_shares_that_cannot_be_are_refused(two_tokens, reads, message) -> None:
-    with pytest.raises(ValueError, match=message):
-        Sparsity(two_tokens, reads)
-
-
-def test_what_is_read_is_linear_between_what_was_measured() -> None:
-    sparsity = Sparsity(0.3, ((0.0, 0.2), (0.25, 0.08), (0.5, 0.04)))
-    assert [sparsity.read(memory) for memory in (0, 0.25, 0.375, 0.5, 0.75, 1)] == pytest.approx(
-        [0.2, 0.08, 0.06, 0.04, 0.02, 0]
-    )
-
-
-SPARSITY = Sparsity(0.15, ((0.0, 0.1), (0.25, 0.04), (0.5, 0.01)))
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_saved_predictor_is_the_same_when_it_is_loaded(tmp_path: Path, dtype: torch.dtype) -> None:
     saved = make_predictor().to(dtype)
-    calibrated = CalibratedPredictor(saved, SPARSITY, 0.99, 0.001)
+    calibrated = CalibratedPredictor(saved, 0.15, 0.99, 0.001)
     (tmp_path / "predictor").write_bytes(encode_predictor(calibrated, "digest"))
     again = load_predictor(tmp_path / "predictor", "digest", HIDDEN, NEURONS)
-    assert (again.sparsity, again.recall, again.perplexity_loss) == (calibrated.sparsity, 0.99, 0.001)
+    assert (again.two_tokens, again.recall, again.perplexity_loss) == (0.15, 0.99, 0.001)
     loaded = again.predictor
     hidden = torch.randn(5, HIDDEN, dtype=dtype)
     assert torch.equal(loaded.select(hidden), saved.select(hidden))
@@ -76,7 +49,7 @@ def write(path: Path, change: dict[str, torch.Tensor], **metadata: object) -> No
     predictor = make_predictor()
     tensors = {"first": predictor.first, "second": predictor.second, "bias": predictor.bias, **change}
     header = {"format": "swarm neuron predictor 2", "block_digest": "digest", "threshold": 0.25, **metadata}
-    header = {"recall": 0.9, "two_tokens": 0.15, "reads": [[0, 0.1]], "perplexity_loss": None, **header}
+    header = {"recall": 0.9, "two_tokens": 0.15, "perplexity_loss": None, **header}
     save_file(tensors, path, metadata={"predictor": json.dumps(header)})
 
 
@@ -88,10 +61,8 @@ def write(path: Path, change: dict[str, torch.Tensor], **metadata: object) -> No
         ({}, {"threshold": float("nan")}, "of this version"),
         ({}, {"threshold": "1"}, "of this version"),
         ({}, {"recall": 2}, "of this version"),
-        ({}, {"two_tokens": 2}, "between 0 and 1"),
-        ({}, {"reads": []}, "lie between"),
-        ({}, {"reads": [[0.5, 0.1, 0.2]]}, "of this version"),
-        ({}, {"reads": [[number / 100, 0.1] for number in range(65)]}, "of this version"),
+        ({}, {"two_tokens": 2}, "of this version"),
+        ({}, {"two_tokens": 0}, "need no neurons"),
         ({"first": torch.randn(RANK, HIDDEN + 1)}, {}, "no predictor for"),
         ({"first": torch.randn(RANK)}, {}, "no predictor for"),
         ({"first": torch.zeros(0, HIDDEN), "second": torch.zeros(NEURONS, 0)}, {}, "no predictor for"),

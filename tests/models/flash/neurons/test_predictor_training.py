@@ -14,7 +14,7 @@ from swarm.models.flash.neurons.predictor_training import (
     cheapest_rank,
     energy,
     make_predictor,
-    measured_sparsity,
+    needed_by_two_tokens,
     svd_predictor,
     threshold_for,
 )
@@ -96,17 +96,14 @@ def test_a_made_predictor_reaches_its_recall_on_text_that_it_has_not_seen() -> N
     contributions = energy(layer.contributions(others))
     selected = made.predictor.select(others)
     assert contributions[selected].sum() > 0.96 * contributions.sum()
-    assert made.sparsity.read(0.0) == pytest.approx(selected.float().mean().item(), rel=0.15)
+    pairs = made.predictor.select(others[:-1]) | made.predictor.select(others[1:])
+    assert made.two_tokens == pytest.approx(pairs.float().mean().item(), rel=0.15)
     assert made.predictor.rank in (1, 2, 4)
 
 
-def test_sparsity_is_what_two_tokens_need_and_what_is_read_with_some_memory() -> None:
+def test_what_two_consecutive_tokens_need() -> None:
     selected = torch.zeros(2, 3, NEURONS, dtype=torch.bool)
     for sequence, token, neuron in [(0, 0, 0), (0, 1, 1), (0, 2, 1), (1, 0, 0), (1, 1, 2), (1, 2, 3)]:
         selected[sequence, token, neuron] = True
-    sparsity = measured_sparsity(selected)
-    assert sparsity.two_tokens * NEURONS == pytest.approx(1.75)
-    assert sparsity.read(0.0) * NEURONS == pytest.approx(1)
-    # Room for an eighth holds all of these; of the last five tokens, two need a neuron that none before needed.
-    assert sparsity.read(1 / 8) * NEURONS == pytest.approx(3 / 5)
-    assert sparsity.read(1.0) == 0
+    assert needed_by_two_tokens(selected) * NEURONS == pytest.approx(1.75)
+    assert needed_by_two_tokens(torch.zeros_like(selected)) == 1 / NEURONS

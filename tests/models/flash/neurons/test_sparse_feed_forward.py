@@ -11,7 +11,7 @@ from benchmarks.flash.memory_store import MemoryStore
 from swarm.errors import DriveFailed, RequestRefused
 from swarm.models.flash.neurons.active_window import ForwardTokens
 from swarm.models.flash.neurons.feed_forward_site import find_sparse_feed_forward
-from swarm.models.flash.neurons.sparse_feed_forward import NOTED_SHARE, NOTED_TOKENS, SAMPLED_TOKENS, SparseOptions
+from swarm.models.flash.neurons.sparse_feed_forward import NOTED_SHARE, NOTED_TOKENS, SparseOptions
 from swarm.models.flash.records import Indices, PendingRead, RecordBuffer
 from tests.models.flash.neurons.layers import (
     HIDDEN,
@@ -110,17 +110,6 @@ def test_after_a_prompt_the_neurons_of_its_last_tokens_are_in_memory(count: int,
     read = case.store.counters.records
     torch.testing.assert_close(case.module(prompt[-1:]), expected_with(case.dense, prompt[-1:], selected[-1:]))
     assert case.store.counters.records == read
-
-
-def test_recall_is_sampled_with_the_last_tokens_of_prompts() -> None:
-    case = case_of("relu", capacity=NEURONS)
-    prompt, selected = tokens_of(case, 40)
-    case.module(prompt)
-    values = case.dense.values(prompt[-SAMPLED_TOKENS:])
-    missed = (values != 0) & ~selected[-SAMPLED_TOKENS:]
-    counters = case.sparse.counters
-    assert counters.recall == pytest.approx(1 - int(missed.sum()) / int((values != 0).sum()))
-    assert counters.exact_tokens == 40
 
 
 @pytest.mark.parametrize(("dtype", "count"), [(torch.bfloat16, 4), (torch.bfloat16, 40), (torch.float16, 1)])
