@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import itertools
 import random
+import shutil
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -65,9 +67,15 @@ def checkpoint_of(family: str, **overrides: Any) -> Checkpoint:
         model = zoo.make_model(family, **overrides)
     except (ValueError, KeyError, ImportError) as error:
         raise NotHere(f"this version of transformers has no {family}") from error
-    folder = Path(tempfile.mkdtemp(prefix="gpu-"))
-    model.save_pretrained(folder)
+    model.save_pretrained(folder := new_folder())
     return open_checkpoint(folder)
+
+
+def new_folder() -> Path:
+    """A folder for the files of one check, removed when this process exits."""
+    folder = Path(tempfile.mkdtemp(prefix="gpu-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
 
 
 def _load(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, quant: str = NONE, **options: Any) -> Any:

@@ -2,7 +2,8 @@
 
 They come from a file of `swarm digest --for-peers`, made where all weights are: given by the user, or pinned at an
 earlier first use. Where the user believes the peers that are met first, or the swarm is private, what all of them say
-is pinned. Peers are never outvoted: where they disagree, nothing is believed.
+is pinned. Peers are never outvoted: where they disagree, nothing is believed. The bytes themselves are compared with
+the digests where they are kept, in `part_store`.
 """
 
 from __future__ import annotations
