@@ -54,6 +54,7 @@ class HolderChoice:
         self._retry_at: dict[str, float] = {}
         self._failures: Counter[str] = Counter()
         self._asked: set[str] = set()
+        self._given_up: set[str] = set()
         """Peers that were asked since something came."""
         self._reasons: dict[str, str] = {}
 
@@ -85,6 +86,13 @@ class HolderChoice:
     def note_progress(self) -> None:
         """Something came."""
         self._asked.clear()
+        self._given_up.clear()
+
+    def note_given_up(self, holder: str) -> bool:
+        """A peer that sends nothing makes room for others. Returns whether that is new since something came."""
+        is_first = holder not in self._given_up
+        self._given_up.add(holder)
+        return is_first
 
     def note_end(self, holder: str) -> None:
         """A peer has given what it had."""
@@ -124,8 +132,8 @@ NEXT_PART_CHUNKS = 2 * WINDOW
 """With fewer chunks than that to ask a peer for, the next part is begun, so that no round trip is waited for."""
 
 NO_PROGRESS_S = 90.0
-"""For so long nothing may come from any peer, and none be asked for the first time since something came. Longer than a
-peer has for one answer, so that others are asked for what it did not send."""
+"""For so long nothing may come from any peer, and none be asked, or given up, for the first time since something came.
+Longer than a peer has for one answer, so that others are asked for what it did not send."""
 
 T = TypeVar("T")
 OpenStream = Callable[[str], Awaitable[Stream]]
@@ -256,6 +264,8 @@ class _Fetch:
         for holder in self._choice.stalled({one: stream.silent_s for one, stream in self._streams.items()}):
             self._stalled.add(holder)
             self._streams[holder].close()
+            if self._choice.note_given_up(holder):  # the next one has its time, too
+                self._progress_at = time.monotonic()
 
     async def _download(self, holder: str) -> None:
         try:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from swarm.errors import (
@@ -64,6 +64,7 @@ class Bad:
 
 
 CHUNK, DIGESTS, MANIFEST = messages.GetChunk, messages.GetChunkDigests, messages.GetManifest
+SILENT = Bad("silent", lambda: bad.silent)
 BAD = [
     Bad("wrong chunks", lambda: bad.wrong_in(CHUNK, bad.flipped)),
     Bad("wrong digests", lambda: bad.wrong_in(DIGESTS, bad.flipped)),
@@ -87,7 +88,7 @@ BAD = [
     Bad("dies", lambda: bad.dying(9)),
     Bad("hangs after a while", lambda: bad.ending(12, hangs=True)),
     Bad("closes after a while", lambda: bad.ending(12, hangs=False)),
-    Bad("silent", lambda: bad.silent),
+    SILENT,
     Bad("drips", lambda: bad.dripping),
     Bad("noise", lambda: bad.noise),
     Bad("another message", lambda: bad.other_message(messages.FindParts("a", "b"))),
@@ -152,6 +153,7 @@ def received(store: PartStore, part: str) -> list[bytes]:
 
 
 @settings(max_examples=60)
+@example([SILENT, SILENT, SILENT, ("files",)], ("files",))  # each in turn was waited for, until the time was over
 @given(peers, st.lists(st.sampled_from(PARTS), unique=True, min_size=1).map(tuple))
 def test_any_peers(parts, tmp_path_factory, peers, wanted):
     folder = tmp_path_factory.mktemp("store")

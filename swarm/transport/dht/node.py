@@ -145,17 +145,22 @@ class DhtNode:
     async def find(self, names: Collection[str], timeout_s: float = LOOKUP_TIMEOUT_S) -> dict[str, list[FoundRecord]]:
         """The records under each key, at most one for an owner: those found within `timeout_s` and those found before.
 
-        So a look-up that is cut short, or that only liars answer, removes nothing. Raises `DhtError` if no known node
-        answered.
+        So a look-up that is cut short, or that only liars answer, removes nothing. Raises `ClockDiffers` if all records
+        seem to have expired because this machine's clock is wrong, `DhtError` if no known node answered.
         """
         keys = {key_bytes(name): name for name in names}
+        doubtful = False
+        answered: list[PeerID] = []
         now = time.time()
         found = {key: self._remembered(key, now) for key in keys}
         for key in keys:
             self._collect(found[key], self._own_records(key, now))
 
         async def ask(request: Request) -> dict[bytes, list[PeerID]]:
+            nonlocal doubtful
             answer = await self.protocol.call_find(request.peer, request.targets)
+            answered.append(request.peer)
+            doubtful = doubtful or answer.all_over
             for key, records in answer.records.items():
                 self._collect(found[key], records)
             return answer.neighbors
@@ -175,6 +180,8 @@ class DhtNode:
             self._remember(found)
         if failure is not None and not any_answered:
             raise failure
+        if doubtful and not any(found.values()):
+            await self._require_same_clock(answered[:FIND_BREADTH])
         return {name: self._kept(found[key]) for key, name in keys.items()}
 
     async def store(
@@ -182,7 +189,8 @@ class DhtNode:
     ) -> list[bool]:
         """Sign records (key's name, payload, expiry) and store them at the nearest nodes; whether each is kept.
 
-        Raises `DhtError` if no known node answered and this peer keeps no records itself.
+        Raises `ClockDiffers` if no other node keeps any because this machine's clock is wrong, `DhtError` if no known
+        node answered and this peer keeps no records itself.
         """
         signed = [sign(name, payload, expires, self._identity.private_key) for name, payload, expires in records]
         holders: list[list[PeerID]] = [[] for _ in signed]
@@ -200,17 +208,31 @@ class DhtNode:
             for peer in near[:REPLICAS]:
                 wanted.setdefault(peer, []).append(number)
 
+        refusers: list[PeerID] = []
+
         async def store_at(peer: PeerID, numbers: list[int]) -> None:
             try:
                 stored = await self.protocol.call_store(peer, [signed[number] for number in numbers])
             except SwarmError as error:
                 logger.debug("…%s keeps no record: %s", str(peer)[-6:], error)
                 return
+            if not any(stored):
+                refusers.append(peer)
             for number, is_stored in zip(numbers, stored, strict=True):
                 kept[number] = kept[number] or is_stored
 
         await asyncio.gather(*(store_at(peer, numbers) for peer, numbers in wanted.items()))
+        if len(refusers) == len(wanted):
+            await self._require_same_clock(refusers)
         return kept
+
+    async def _require_same_clock(self, peers: Collection[PeerID]) -> None:
+        """Raise `ClockDiffers` if the clock of every peer that answers differs from this machine's."""
+        pings = (self.protocol.call_ping(peer, validate=True, must_reach=False) for peer in peers)
+        results = await asyncio.gather(*pings, return_exceptions=True)
+        answers = [result for result in results if result is not False]
+        if answers and all(isinstance(result, ClockDiffers) for result in answers):
+            raise ClockDiffers(f"records of the DHT seem old: {answers[0]}. Set this machine's clock")
 
     def _own_records(self, key: bytes, now: float) -> list[tuple[str, Record]]:
         verdicts = ((self.protocol.checker.check(record), record) for record in self.protocol.store.find(key, now))

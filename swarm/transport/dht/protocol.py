@@ -10,6 +10,7 @@ import asyncio
 import functools
 import logging
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -74,10 +75,12 @@ class Found:
     Attributes:
         records: key -> its records that may be believed, each with its owner.
         neighbors: key -> nodes that it names, not checked.
+        all_over: whether it has records, and all are over, or live too long.
     """
 
     records: dict[bytes, list[tuple[str, Record]]]
     neighbors: dict[bytes, list[PeerID]]
+    all_over: bool = False
 
 
 def _ignore(refusal: RecordProblem) -> None:
@@ -225,10 +228,10 @@ class DhtProtocol(ServicerBase):  # type: ignore[misc]
 
     # What this node asks others. Where the swarm is private, errors of membership come from here too.
 
-    async def call_ping(self, peer: PeerID, validate: bool = False) -> bool:
+    async def call_ping(self, peer: PeerID, validate: bool = False, must_reach: bool = True) -> bool:
         """Whether the peer answers as a node of the DHT.
 
-        With `validate`, raises `ClockDiffers` if clocks differ, or if it cannot reach this node, which is no client.
+        With `validate`, raises `ClockDiffers` if clocks differ or, where it `must_reach` this node, if it cannot.
         """
         asked_at = time.time()
         request = dht_pb2.PingRequest(peer=self.node_info, validate=validate)
@@ -241,7 +244,7 @@ class DhtProtocol(ServicerBase):  # type: ignore[misc]
             return False
         if validate:
             _require_same_clock(response.dht_time, asked_at, time.time())
-            if not self.is_client and not response.available:
+            if must_reach and not self.is_client and not response.available:
                 raise ClockDiffers(f"peer …{str(peer)[-6:]} cannot reach this node: a firewall may be in the way")
         self._heard_from(peer, response.peer)
         return bool(response.peer.node_id == node_id_of(peer))
@@ -267,25 +270,25 @@ class DhtProtocol(ServicerBase):  # type: ignore[misc]
             for key, result in zip(keys, response.results, strict=True):
                 neighbors[key] = messages.neighbors_named(result)
                 found[key] = messages.records_found(key, result)
-            believed = await self._believed(found)
+            believed, all_over = await self._believed(found)
             self._heard_from(peer, response.peer)
-            return Found(believed, neighbors)
+            return Found(believed, neighbors, all_over)
 
-    async def _believed(self, found: dict[bytes, list[Record]]) -> dict[bytes, list[tuple[str, Record]]]:
+    async def _believed(self, found: dict[bytes, list[Record]]) -> tuple[dict[bytes, list[tuple[str, Record]]], bool]:
         believed: dict[bytes, list[tuple[str, Record]]] = {key: [] for key in found}
-        bad = 0
+        refused: Counter[RecordProblem] = Counter()
         for number, (key, record) in enumerate((key, record) for key, records in found.items() for record in records):
             verdict = self.checker.check(record)
             if isinstance(verdict, Accepted):
                 believed[key].append((verdict.owner, record))
             else:
                 self.observe_refusal(verdict)
-                bad += verdict is not RecordProblem.LIFETIME
-                if bad > MAX_BAD_RECORDS:
+                refused[verdict] += 1
+                if refused.total() - refused[RecordProblem.LIFETIME] > MAX_BAD_RECORDS:
                     raise ProtocolViolation(f"an answer of the DHT has invalid records: {verdict}")
             if number % CHECKED_AT_ONCE == CHECKED_AT_ONCE - 1:
                 await asyncio.sleep(0)
-        return believed
+        return believed, refused[RecordProblem.LIFETIME] > 0 and not any(believed.values())
 
     # Whom this node knows.
 
