@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 from swarm.errors import (
     PeerTimeout,
@@ -53,9 +53,8 @@ class HolderChoice:
         """Peers that share none of the parts, or none that is still missing, or not this model."""
         self._retry_at: dict[str, float] = {}
         self._failures: Counter[str] = Counter()
-        self._asked: set[str] = set()
-        self._given_up: set[str] = set()
-        """Peers that were asked since something came."""
+        self._tried: set[tuple[str, str]] = set()
+        """What was done with which peer since something came."""
         self._reasons: dict[str, str] = {}
 
     @property
@@ -77,22 +76,15 @@ class HolderChoice:
         ready = [one for one in self.possible if self._retry_at.get(one, now) <= now]
         return sorted(ready, key=lambda one: self._failures[one])
 
-    def note_asked(self, holder: str) -> bool:
-        """A peer is asked. Returns whether it is the first time since something came."""
-        is_first = holder not in self._asked
-        self._asked.add(holder)
-        return is_first
+    def note_tried(self, holder: str, what: Literal["asked", "given up"]) -> bool:
+        """A peer is asked, or makes room for others. Returns whether that is new since something came."""
+        is_new = (holder, what) not in self._tried
+        self._tried.add((holder, what))
+        return is_new
 
     def note_progress(self) -> None:
         """Something came."""
-        self._asked.clear()
-        self._given_up.clear()
-
-    def note_given_up(self, holder: str) -> bool:
-        """A peer that sends nothing makes room for others. Returns whether that is new since something came."""
-        is_first = holder not in self._given_up
-        self._given_up.add(holder)
-        return is_first
+        self._tried.clear()
 
     def note_end(self, holder: str) -> None:
         """A peer has given what it had."""
@@ -255,7 +247,7 @@ class _Fetch:
             if len(self._downloads) >= MAX_HOLDERS:
                 return
             if holder not in self._downloads:
-                if self._choice.note_asked(holder):
+                if self._choice.note_tried(holder, "asked"):
                     self._progress_at = time.monotonic()
                 self._downloads[holder] = asyncio.create_task(self._download(holder))
 
@@ -264,7 +256,7 @@ class _Fetch:
         for holder in self._choice.stalled({one: stream.silent_s for one, stream in self._streams.items()}):
             self._stalled.add(holder)
             self._streams[holder].close()
-            if self._choice.note_given_up(holder):  # the next one has its time, too
+            if self._choice.note_tried(holder, "given up"):  # the next one has its time, too
                 self._progress_at = time.monotonic()
 
     async def _download(self, holder: str) -> None:

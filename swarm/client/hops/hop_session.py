@@ -321,7 +321,7 @@ class HopSession:
     def _on_step_reply(self, reply: messages.StepReply, payload: bytes | memoryview) -> bool:
         """Whether it was the awaited answer to a step, so that the chain has heard of it."""
         kind = self.progress.classify_reply(reply.step)
-        if not self.is_sound or kind is ReplyKind.OUTDATED:  # the outputs of a hop that failed are handed on by nobody
+        if not self.is_sound or kind is ReplyKind.OUTDATED:  # what a failed hop answers is not passed on
             return False
         if kind is ReplyKind.UNKNOWN:
             self._doubt(unexpected_reply(self.hop, reply))

@@ -23,7 +23,7 @@ class RouteTaken:
 
 @dataclass(frozen=True)
 class HopLost:
-    """The session has given up a server of its route and looks for another one.
+    """The session has left a server of its route. Another one takes its place, or already has.
 
     Attributes:
         peer_id: the server.

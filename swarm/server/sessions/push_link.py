@@ -202,7 +202,7 @@ class Dial:
             budget.note_failed(self._peer_id)
 
     def give_up(self) -> None:
-        """Stop waiting for the result, which nobody needs any more."""
+        """Stop waiting for the result: it is no longer needed."""
         self._end()
 
     def _end(self) -> DialBudget | None:

@@ -257,7 +257,7 @@ class DhtNode:
     def best_first(self, owners: Iterable[str]) -> list[str]:
         """The owners, those whose records should be kept first: those that served this peer, then the longest known.
 
-        So new identities, however many, displace nobody that was there before.
+        So new identities, however many, cannot displace owners that were known before.
         """
         return sorted(owners, key=lambda owner: (owner not in self.served, self._since.get(owner, math.inf)))
 

@@ -2,9 +2,9 @@
 
 There is at most one record for a key and owner, and the one that expires later wins. An owner has few records; beyond
 them, its own records give way. A key has few enough that all of them fit into one answer, and the node has a limit too.
-Where there is no room a new record is refused, so nothing that comes displaces what is there. Identities cost nothing,
-so those of one network get a share of the room only. Records are counted, not weighed: their size is bounded, and by
-weight a few large records could take the room of many small ones.
+When there is no room, a new record is refused; it never displaces a stored one. Identities cost nothing, so the owners
+in one network may use only a share of the room. Records are counted, not weighed: their size is bounded, and by weight
+a few large records could take the room of many small ones.
 """
 
 from __future__ import annotations

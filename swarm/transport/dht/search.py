@@ -2,8 +2,8 @@
 
 A search asks, for each target, the nodes nearest to it (as Kademlia does), and learns of nearer ones from the answers.
 Answers may be lies. So the nodes that this peer already knew are always asked, whatever the answers say. Each node may
-name only a few others for each target. A node that has named several nodes that do not answer is no longer believed.
-Otherwise liars could fill the neighborhood of every target with nodes that do not exist.
+name only a few others for each target. Once a node has named several nodes that do not answer, the names it gives are
+ignored. Otherwise liars could fill the neighborhood of every target with nodes that do not exist.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MAX_ASKED = 128
 """How many nodes named by others are asked for one target. Without liars, about thirty are, in a swarm of thousands."""
 
 MAX_FALSE_NAMES = 5
-"""After naming this many nodes that do not answer, a node is no longer believed."""
+"""After a node has named this many nodes that do not answer, the names it gives are ignored."""
 
 
 @dataclass(frozen=True, slots=True)

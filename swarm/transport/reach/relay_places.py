@@ -74,7 +74,7 @@ class _Place:
 
     Attributes:
         heartbeat: on the connection with which the relay would forget the place.
-        prove_at: when it has to be tried out anew that the relay carries connections.
+        prove_at: when to prove again that the relay carries connections.
         losses: how often it was lost before, each time soon.
     """
 
@@ -118,7 +118,7 @@ class RelayPlaces:
         self._own_id: str = p2p.peer_id.to_base58()
         self._held: dict[str, _Place] = {}
         self._doubted: set[str] = set()
-        """Relays that have to be tried out at once."""
+        """Relays to prove at once, because a connection over them failed."""
         self._regaining = 0
         self._told: tuple[tuple[Relay, ...], bool] = (), False
         self._failed_at: dict[str, float] = {}
@@ -302,8 +302,8 @@ class RelayPlaces:
         return time.monotonic() + place.seconds * RENEW_SHARE
 
     async def _prove(self, relay: Relay) -> float:
-        """Try out that a relay carries connections; when to do it again. Raises `RemoteError`."""
-        self._doubted.discard(relay.peer_id)  # before it is tried: what is doubted meanwhile is tried again
+        """Prove that a relay carries connections; when to do it again. Raises `RemoteError`."""
+        self._doubted.discard(relay.peer_id)  # first, so that a doubt that arises meanwhile counts
         await self._dialer.dial(self._own_id, relay.circuit(), RELAY_TIMEOUT_S)
         return time.monotonic() + PROVE_PERIOD_S
 

@@ -87,7 +87,7 @@ class ExpertCache:
             tokens: of the forward.
         """
         self.priority.note_use(block, needed, shares, tokens)
-        slots = self._slot_BE[block, needed]
+        slots = self.slots_of(block, needed)
         present = slots != ABSENT
         hits = Placed(needed[present], slots[present])
         missing = needed[~present]
