@@ -240,7 +240,7 @@ def make_checkpoint(family: str, folder: Path, max_shard_size: str = "1GB") -> P
 def make_model(family: str, **overrides: Any) -> PreTrainedModel:
     """The model that `make_checkpoint` saves, if nothing of its config is overridden."""
     model = AutoModelForCausalLM.from_config(config_of(family, **overrides), dtype=torch.float32)
-    _spread_weights(model, *TUNED.get(family, (SEED, SPREAD)))
+    spread_weights(model, *TUNED.get(family, (SEED, SPREAD)))
     return model
 
 
@@ -252,7 +252,7 @@ def save_tokenizer(folder: Path) -> None:
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="?").save_pretrained(folder)
 
 
-def _spread_weights(model: PreTrainedModel, seed: int, spread: float) -> None:
+def spread_weights(model: PreTrainedModel, seed: int, spread: float) -> None:
     """Random weights, so large that attention is sharp; norms, biases and attention sinks differ between blocks.
 
     Embeddings are small beside what the blocks add, or else a head that is tied to them repeats the last token.

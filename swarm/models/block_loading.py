@@ -42,6 +42,8 @@ def read_block(checkpoint: Checkpoint, block: int) -> dict[str, torch.Tensor]:
     for name, tensor in checkpoint.read_tensors(is_in_block):
         place = checkpoint.locate(name)
         assert place is not None
+        if place[1] in tensors:
+            raise CheckpointError(f"{checkpoint.source} holds {place[1]} of block {block} twice, as {name} too")
         tensors[place[1]] = tensor.clone()
     return tensors
 

@@ -68,7 +68,7 @@ def load_blockless_model(
     if num_labels is not None:
         config.num_labels = num_labels
     blocks = checkpoint.blocks
-    tensors = dict(checkpoint.read_tensors(checkpoint.is_client_tensor))
+    tensors = checkpoint.client_tensors()
     family_class = (families.causal_lm_class if task == "CAUSAL_LM" else families.classification_class)(config)
     model_class = type(family_class.__name__, (mixin, family_class), {"__module__": family_class.__module__})
 
@@ -97,6 +97,8 @@ def load_blockless_model(
     if settings is not None:
         model.generation_config = settings
     path, owner, head = found[-1]
+    if not hasattr(model, model.base_model_prefix):  # llama4_text says "language_model", and has "model"
+        model.base_model_prefix = path.partition(".")[0]
     return BlocklessModel(model, owner, path, head)
 
 

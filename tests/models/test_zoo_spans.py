@@ -151,7 +151,7 @@ REFUSED = [
     *("mamba", "falcon_mamba", "rwkv", "xlstm"),  # recurrent
     *("jamba", "bamba", "qwen3_next", "qwen3_5_text", "recurrent_gemma"),  # some layers recurrent
     *("gemma3n_text", "gemma4_text", "hrm_text", "longcat_flash", "deepseek_v32"),  # not one cache entry a layer
-    *("gemma3", "llama4", "git"),  # several models in one
+    *("git", "mllama"),  # several models in one
 ]
 
 

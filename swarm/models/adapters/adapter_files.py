@@ -26,7 +26,7 @@ from swarm.data_structures import Span
 from swarm.errors import AdapterError, AdapterMismatch
 from swarm.models.adapters.adapter_config import MAX_LORA_RANK, AdapterConfig, parse_adapter_config
 from swarm.models.adapters.block_adapter import BlockAdapterWeights, LoraFactors
-from swarm.models.checkpoints.checkpoint import Checkpoint
+from swarm.models.checkpoints.checkpoint import OTHER_TOWERS, Checkpoint
 from swarm.models.cutting.model_inspection import LoraTargets, find_lora_targets
 
 logger = logging.getLogger(__name__)
@@ -260,7 +260,7 @@ class _AdapterReader:
                 prompts = self._tensor(key, (self._config.positions, None))
             elif key == DEEP_PROMPTS_KEY and self._config.is_deep:
                 deep = self._tensor(key, (self._checkpoint.blocks, self._config.positions, self._hidden_size))
-            elif (match := self._lora.fullmatch(key)) is not None:
+            elif (match := self._lora.fullmatch(key)) is not None and OTHER_TOWERS.match(key) is None:
                 _, block, module, half = match.groups()
                 halves.setdefault(self._block(int(block), key), {}).setdefault(module, {})[half] = key
             elif "lora_" in key:

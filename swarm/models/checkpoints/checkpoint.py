@@ -19,7 +19,7 @@ import torch
 from huggingface_hub import HfApi, constants, hf_hub_download, try_to_load_from_cache
 from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from safetensors import SafetensorError, safe_open
-from transformers import AutoConfig, GenerationConfig, PreTrainedConfig
+from transformers import CONFIG_MAPPING, AutoConfig, GenerationConfig, PreTrainedConfig
 
 from swarm.common.files.checked_json import fields, mapping, parse_json, text
 from swarm.errors import CheckpointError, HubUnreachable, InvalidSpan, ModelNotFound, UnsupportedModel, UsageError
@@ -37,7 +37,10 @@ MAX_FILE_NAME_CHARACTERS = 255
 MAX_TENSOR_NAME_CHARACTERS = 1024
 """The names of tensors are matched by regular expressions, which takes time in proportion to the square of this."""
 
-_OTHER_TOWERS = re.compile(r"(?:^|.*\.)(?:vision|visual|audio|encoder|mtp)")
+OTHER_TOWERS = re.compile(r"(?:^|.*\.)(?:(?:[a-z]+_)*(?:vision|visual|audio|image|projector)|encoder|mtp)")
+"""Beginnings of the names of tensors that no token of a text passes."""
+
+_IN_WRAPPER = re.compile(r"(?:model\.)?(?:language_model|text_model)\.(.+)")
 DEMO_FOLDER = Path(__file__).parents[1] / "demo"
 """The small trained model that comes with the package."""
 
@@ -50,7 +53,8 @@ class Checkpoint:
         name: the model's name in the swarm: the hub id, or the folder's name.
         source: the local folder or the hub id.
         revision: what peers compare: the hub's commit, or for a folder a digest of its config and tensor index.
-        config: transformers config; copy it before changing it. Its dtype is the checkpoint's own.
+        config: transformers config, of the language model if the checkpoint's wraps it; copy it before changing it. Its
+            dtype is the checkpoint's own.
         fetch: downloads one of the checkpoint's files if necessary, and returns its local path.
         cached: the local path of one of its files if it is on this machine, else None.
         parts: what says where tensors are, if these are parts of a model; None if the checkpoint's index does.
@@ -144,7 +148,11 @@ class Checkpoint:
         Tensors of blocks do not, nor do those of layers that tokens never pass (such as multi-token prediction after
         the last block) or of a tower for images or audio.
         """
-        return self._block_names.match(name) is None and _OTHER_TOWERS.search(name) is None
+        return self._block_names.match(name) is None and OTHER_TOWERS.search(name) is None
+
+    def client_tensors(self) -> dict[str, torch.Tensor]:
+        """The tensors of the client's part of the model, by the names that the causal language model has for them."""
+        return {_unwrapped(name): tensor for name, tensor in self.read_tensors(self.is_client_tensor)}
 
     @cached_property
     def _places(self) -> dict[str, tuple[int, str] | None]:
@@ -155,7 +163,7 @@ class Checkpoint:
     def _block_names(self) -> re.Pattern[str]:
         # A checkpoint may have been saved from the base model or from a model that wraps it; only a wrapper's name
         # ("model.", "transformer.", "language_model.model.") may precede the path.
-        wrappers = rf"(?!{_OTHER_TOWERS.pattern})(?:[a-z_]+\.){{0,3}}?"
+        wrappers = rf"(?!{OTHER_TOWERS.pattern})(?:[a-z_]+\.){{0,3}}?"
         return re.compile(rf"^{wrappers}{re.escape(self.structure.layers_path)}\.(\d{{1,9}})\.(.+)$")
 
     def block_digests(self, start: int, end: int) -> list[str] | None:
@@ -336,7 +344,7 @@ def _read_config(fetch: Callable[[str], Path], source: str) -> PreTrainedConfig:
         # transformers writes infinities, for example as limits of time steps, so they are not refused here.
         problem = config_limits.json_problem(json.loads(_read_small(path, config_limits.MAX_CONFIG_BYTES)))
         if not problem:
-            config = AutoConfig.from_pretrained(str(path.parent), local_files_only=True, trust_remote_code=False)
+            config = families.text_config(_whole_config(path))
             families.check_supported(config)
             problem = config_limits.values_problem(lambda name: getattr(config, name, None))
     except UnsupportedModel:
@@ -348,6 +356,30 @@ def _read_config(fetch: Callable[[str], Path], source: str) -> PreTrainedConfig:
     if getattr(config, "attn_logit_softcapping", None):
         config._attn_implementation = "eager"  # before 5.20, transformers let gemma2 use sdpa, which knows no soft cap
     return config
+
+
+def _whole_config(path: Path) -> PreTrainedConfig:
+    """The checkpoint's config as it is, of a wrapper too. Raises whatever its class does."""
+    described = json.loads(path.read_bytes())
+    family = described.get("model_type")
+    if family in families.SAME_FAMILY:
+        family = families.SAME_FAMILY[family]
+        return CONFIG_MAPPING[family].from_dict({**described, "model_type": family, "auto_map": None})
+    if "auto_map" in described and family not in CONFIG_MAPPING:
+        raise UnsupportedModel(
+            f"a model of type {str(family)[:64]!r} comes with code of its own, and swarm never runs a repository's "
+            "code. Use a checkpoint of it that transformers loads without trust_remote_code, if there is one"
+        )
+    return AutoConfig.from_pretrained(str(path.parent), local_files_only=True, trust_remote_code=False)
+
+
+def _unwrapped(name: str) -> str:
+    """A tensor's name in the causal language model, from its name in any published form of a wrapper around it."""
+    match = _IN_WRAPPER.fullmatch(name)
+    if match is None:
+        return name
+    inside = match[1]
+    return inside if inside.partition(".")[0] in ("model", "lm_head") else f"model.{inside}"
 
 
 def _read_small(path: Path, max_bytes: int) -> bytes:

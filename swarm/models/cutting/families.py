@@ -9,7 +9,14 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-from transformers import PreTrainedConfig, PreTrainedModel
+import torch
+from torch import nn
+from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
+from transformers.conversion_mapping import (
+    get_checkpoint_conversion_mapping,
+    register_checkpoint_conversion_mapping,
+)
+from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
@@ -20,11 +27,34 @@ from swarm.errors import UnsupportedModel
 
 UNSUPPORTED_FAMILIES = {
     "gemma3n_text": "its later layers reuse the keys and values of earlier ones",
-    "gemma4_text": "its layers take per-layer embeddings and share keys and values",
     "hrm_text": "it runs its layers in cycles",
     "longcat_flash": "each of its layers holds two attention layers",
 }
 """Families whose blocks exchange more than one hidden state, with the reason."""
+
+SAME_FAMILY = {"kimi_k2": "deepseek_v3"}
+"""Types of models that are published with code of their own, and the family of transformers that computes the same."""
+
+PLAIN_HEADS = {
+    *("qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text", "qwen3_vl_moe_text"),
+    *("glm4v_text", "glm4v_moe_text", "mistral4"),
+}
+"""Families inside wrappers that have no causal language model of their own: the wrapper adds one matrix to them."""
+
+EXPERTS_AS_IN_WRAPPER = {"glm4v_moe_text": "glm4v_moe", "qwen3_vl_moe_text": "qwen3_vl_moe"}
+"""Families whose experts transformers knows how to fuse or turn only for the whole wrapper."""
+
+WRAPPERS = frozenset(
+    {
+        *("gemma3", "gemma4", "gemma4_unified", "llama4", "mistral3", "kimi_k25", "qwen2_vl", "qwen2_5_vl", "qwen3_vl"),
+        *("qwen3_vl_moe", "glm4v", "glm46v", "glm4v_moe", "internvl", "llava", "llava_next", "llava_onevision", "aria"),
+        *("exaone4_5", "idefics3", "smolvlm", "ovis2", "got_ocr2", "video_llama_3", "lighton_ocr", "janus", "fuyu"),
+        *("deepseek_vl", "vipllava", "hyperclovax_vision_v2", "moss_transcribe_diarize", "voxtral", "qwen2_audio"),
+        *("qwen3_5", "qwen3_5_moe", "lfm2_vl", "minimax_m3_vl"),
+    }
+)
+"""Wrappers that compute a text as the model inside does, each compared with it by a test. Some others do not: in
+paligemma each token of a prompt sees the whole prompt, and aya_vision leaves out a factor of the logits."""
 
 POSITIONS_FROM_CACHE_LENGTH = {"llama4_text"}
 """Families that derive a token's position from the cache length, which differs between sequences of a batch."""
@@ -36,6 +66,34 @@ REQUIRED_FORWARD_ARGUMENTS = ("inputs_embeds", "attention_mask", "past_key_value
 """Arguments with which a span calls the family's base model; a recurrent family takes a state instead."""
 
 
+def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
+    """The config of the language model in a wrapper that adds images or sound; `config` itself if it is no wrapper.
+
+    What belongs to the whole checkpoint goes with it: dtype, quantization, and whether the head is the embeddings.
+
+    Raises `UnsupportedModel` if it is not known that the wrapper computes a text as the model inside does.
+    """
+    if config.is_encoder_decoder:
+        return config
+    text = config.get_text_config(decoder=True)
+    if text is config:
+        return config
+    if config.model_type not in WRAPPERS:
+        raise UnsupportedModel(
+            f"{config.model_type!r} adds images or sound to a model of the family {text.model_type!r}, and whether it "
+            "computes a text as that one does is not known; a checkpoint of that model alone may work"
+        )
+    if text.model_type in EXPERTS_AS_IN_WRAPPER:
+        conversions = get_checkpoint_conversion_mapping(EXPERTS_AS_IN_WRAPPER[text.model_type])
+        register_checkpoint_conversion_mapping(text.model_type, conversions, overwrite=True)
+    for name in ("dtype", "quantization_config"):
+        if getattr(config, name, None) is not None:
+            setattr(text, name, getattr(config, name))
+    text.tie_word_embeddings = getattr(config, "tie_word_embeddings", text.tie_word_embeddings)
+    text._name_or_path = config._name_or_path
+    return text
+
+
 def check_supported(config: PreTrainedConfig) -> None:
     """Raise `UnsupportedModel`, with the reason, unless the family can be cut into spans. Needs no weights."""
     family = config.model_type
@@ -45,7 +103,8 @@ def check_supported(config: PreTrainedConfig) -> None:
         )
     if config.is_encoder_decoder:
         raise UnsupportedModel(f"{family!r} is an encoder-decoder; swarm serves decoder-only language models")
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING or type(config) not in MODEL_MAPPING:
+    has_head = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or family in PLAIN_HEADS
+    if not has_head or type(config) not in MODEL_MAPPING:
         raise UnsupportedModel(f"transformers has no causal language model for the family {family!r}")
     arguments = inspect.signature(base_class(config).forward).parameters
     if not hasattr(config, "num_hidden_layers") or any("pixel_values" in name for name in arguments):
@@ -64,6 +123,8 @@ def check_supported(config: PreTrainedConfig) -> None:
         raise UnsupportedModel(f"{family!r} keeps no attention cache; swarm serves models whose layers use attention")
     if getattr(config, "num_kv_shared_layers", 0):
         raise UnsupportedModel(f"{family!r} shares keys and values between layers, which may be on different servers")
+    if getattr(config, "hidden_size_per_layer_input", 0):
+        raise UnsupportedModel(f"each layer of this {family!r} has embeddings of its own, which servers do not get")
 
 
 def base_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
@@ -73,7 +134,56 @@ def base_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
 
 def causal_lm_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
     """The family's model with a language modelling head."""
+    if config.model_type in PLAIN_HEADS:
+        return _with_plain_head(base_class(config))
     return _only(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)])
+
+
+def _with_plain_head(base: type[PreTrainedModel]) -> type[PreTrainedModel]:
+    """A causal language model of this base model and one matrix, as its wrapper has it."""
+    parent: type[PreTrainedModel] = base.__bases__[0]
+
+    def build(self: Any, config: PreTrainedConfig) -> None:
+        parent.__init__(self, config)  # type: ignore[misc]
+        self.model = base(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    def forward(
+        self: Any,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        past_key_values: Any = None,
+        inputs_embeds: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | torch.Tensor = 0,
+        **more: Any,
+    ) -> CausalLMOutputWithPast:
+        outputs = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            **more,
+        )
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.lm_head(outputs.last_hidden_state[:, kept])
+        loss = None if labels is None else self.loss_function(logits, labels, self.config.vocab_size, **more)
+        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=outputs.past_key_values)
+
+    members = {
+        "__init__": build,
+        "__module__": base.__module__,
+        "forward": forward,
+        "base_model_prefix": "model",
+        "_tied_weights_keys": {"lm_head.weight": "model.embed_tokens.weight"},
+    }
+    name = base.__name__.removesuffix("Model").removesuffix("Text") + "ForCausalLM"
+    return type(name, (parent, GenerationMixin), members)
 
 
 def classification_class(config: PreTrainedConfig) -> type[PreTrainedModel]:

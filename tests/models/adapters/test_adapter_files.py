@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -146,6 +147,18 @@ def test_another_revision_can_be_forced(checkpoint: Checkpoint, changed: Any, ca
     folder = changed(set_config(revision="a" * 40))
     assert len(read_block_weights(folder, checkpoint, Span(0, BLOCKS), force=True)) == BLOCKS
     assert "used anyway" in caplog.text
+
+
+def test_a_layer_of_a_tower_is_not_taken_for_a_block(checkpoint: Checkpoint, made: Path, tmp_path: Path) -> None:
+    """Adapters of models that see images name both alike."""
+    tensors = {
+        name.replace("model.layers", "model.vision_tower.layers"): one
+        for name, one in load_file(made / adapter_files.WEIGHTS_FILE).items()
+    }
+    shutil.copytree(made, tmp_path / "changed")
+    save_file(tensors, tmp_path / "changed" / adapter_files.WEIGHTS_FILE)
+    with pytest.raises(AdapterError, match="outside the blocks"):
+        read_block_weights(tmp_path / "changed", checkpoint, Span(0, BLOCKS))
 
 
 @pytest.mark.parametrize("name", adapter_files.PICKLED_WEIGHTS_FILES)

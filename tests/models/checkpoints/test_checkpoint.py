@@ -194,7 +194,7 @@ def test_a_config_cannot_bring_its_own_code(single):
     (single / "modeling.py").write_text("raise SystemExit('this code ran')")
     config = {"model_type": "novel", "auto_map": {"AutoConfig": "modeling.NovelConfig"}}
     (single / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ModelNotFound, match=r"config\.json"):
+    with pytest.raises(UnsupportedModel, match="never runs a repository's code"):
         open_checkpoint(single)
 
 

@@ -1,0 +1,127 @@
+"""Tiny random models that wrap a language model, to add images or sound, as they are published.
+
+The language model inside is one of the zoo's. The towers only have to be there: no test looks at what they compute.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, PreTrainedModel
+from transformers.models.auto import modeling_auto
+
+from tests import zoo
+
+TOWER: dict[str, Any] = {
+    **{"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 8},
+    **{"depth": 2, "embed_dim": 32, "num_heads": 4, "mlp_ratio": 2, "image_size": 28, "patch_size": 14},
+    **{"out_hidden_size": 32, "num_key_value_heads": 4},
+}
+"""Sizes of a tower, by all the names that towers have for them."""
+
+SECTIONS = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
+MOE = {"moe_intermediate_size": 24, "num_experts": 4, "num_experts_per_tok": 2, "decoder_sparse_step": 1}
+LATENT = zoo.TABLE["deepseek_v3"]
+
+TABLE: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "gemma3": ("gemma3_text", {}, {}),
+    "gemma4": (
+        "gemma4_text",
+        {
+            **zoo.TABLE["gemma4_unified_text"],
+            **{"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0, "enable_moe_block": True},
+            **{"num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 24, "attention_k_eq_v": True},
+            **{"num_global_key_value_heads": 1},
+        },
+        {},
+    ),
+    "gemma4_unified": ("gemma4_unified_text", {}, {}),
+    "llama4": ("llama4_text", {}, {}),
+    "mistral3": ("mistral", {}, {}),
+    "mistral3 (ministral3)": ("ministral3", zoo.GATED, {}),
+    "mistral3 (mistral4)": ("mistral4", {**LATENT, "n_group": 1}, {}),
+    "kimi_k25": ("deepseek_v3", {}, {}),
+    "qwen2_vl": ("qwen2_vl_text", {**zoo.GATED, "rope_parameters": SECTIONS}, {}),
+    "qwen2_5_vl": ("qwen2_5_vl_text", {**zoo.GATED, "rope_parameters": SECTIONS}, {"fullatt_block_indexes": [1]}),
+    "qwen3_vl": (
+        "qwen3_vl_text",
+        {**zoo.GATED, "head_dim": 8, "rope_parameters": SECTIONS},
+        {"deepstack_visual_indexes": [0]},
+    ),
+    "qwen3_vl_moe": (
+        "qwen3_vl_moe_text",
+        {**zoo.GATED, **MOE, "head_dim": 8, "rope_parameters": SECTIONS},
+        {"deepstack_visual_indexes": [0]},
+    ),
+    "glm4v": ("glm4v_text", {**zoo.GATED, "rope_parameters": SECTIONS}, {}),
+    "glm46v": ("glm4v_text", {**zoo.GATED, "rope_parameters": SECTIONS}, {}),
+    "glm4v_moe": ("glm4v_moe_text", {**zoo.TABLE["glm4_moe"], "rope_parameters": SECTIONS}, {}),
+    "internvl": ("qwen2", {}, {"image_size": [28, 28], "patch_size": [14, 14]}),
+    "llava": ("llama", {}, {}),
+    "llava_next": ("llama", {}, {}),
+    "llava_onevision": ("qwen2", {}, {}),
+    "aria": ("aria_text", {**zoo.GATED, "moe_num_experts": 4, "moe_topk": 2}, {}),
+    "exaone4_5": ("exaone4", {}, {}),
+    "idefics3": ("llama", {}, {}),
+    "smolvlm": ("llama", {}, {}),
+    "ovis2": ("qwen2", {}, {}),
+    "got_ocr2": ("qwen2", {}, {}),
+    "video_llama_3": ("qwen2", {}, {}),
+    "lighton_ocr": ("qwen3", {}, {}),
+    "janus": ("llama", {}, {}),
+    "fuyu": ("persimmon", zoo.COMMON, {}),
+    "deepseek_vl": ("llama", {}, {}),
+    "vipllava": ("llama", {}, {}),
+    "hyperclovax_vision_v2": ("hyperclovax", zoo.GATED, {}),
+    "moss_transcribe_diarize": ("qwen3", {}, {}),
+    "voxtral": ("llama", {}, {}),
+    "qwen2_audio": ("qwen2", {}, {}),
+}
+"""Type of the wrapper to the family inside, its config if the zoo has none, and what is special about the tower."""
+
+NAMES = ("language_model.model.", "model.language_model.", "model.")
+"""What stands before the names of the language model's tensors, in the forms in which wrappers are published."""
+
+
+def make_wrapper(kind: str, tie: bool = False) -> PreTrainedModel:
+    """A model of a type in `TABLE`."""
+    family, overrides, tower = TABLE[kind]
+    wrapper = kind.partition(" ")[0]
+    inside = {**zoo.TABLE.get(family, {}), **overrides, "model_type": family, "tie_word_embeddings": tie}
+    towers = {name: {**TOWER, **tower} for name in ("vision_config", "audio_config")}
+    own = {name: inside[name] for name in ("vocab_size", "hidden_size")} if wrapper in ("fuyu", "ovis2") else {}
+    config = AutoConfig.for_model(
+        wrapper, text_config=inside, **towers, **own, tie_word_embeddings=tie, image_token_id=127, pad_token_id=0
+    )
+    kinds = (modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, modeling_auto.MODEL_FOR_MULTIMODAL_LM_MAPPING)
+    model_class = next(one[type(config)] for one in kinds if type(config) in one)
+    model: PreTrainedModel = model_class(config).float().eval()
+    zoo.spread_weights(model, zoo.SEED, zoo.SPREAD)
+    return model
+
+
+def save(model: PreTrainedModel, folder: Path, names: str | None = None) -> Path:
+    """Save a wrapper as it is published.
+
+    Args:
+        names: one of `NAMES`; None for those that transformers gives to this wrapper's tensors.
+    """
+    model.save_pretrained(folder)
+    (file,) = folder.glob("*.safetensors")
+    tensors: dict[str, torch.Tensor] = {}
+    for name, tensor in load_file(file).items():
+        # transformers 5.23 turns too many names back when it saves this one.
+        old = name.replace("model.blocks.", "model.layers.") if model.config.model_type == "kimi_k25" else name
+        inside = re.sub(r"^(?:model\.)?language_model\.(?:model\.)?|^(?=lm_head)", "", old)
+        if names is None or inside == old != "lm_head.weight":
+            tensors[old] = tensor
+        elif inside == "lm_head.weight":
+            tensors["language_model." * names.startswith("language_model.") + inside] = tensor
+        else:
+            tensors[names + inside] = tensor
+    save_file(tensors, file, metadata={"format": "pt"})
+    return folder
