@@ -24,7 +24,7 @@ ADVICE = (
     "published"
 )
 
-PIECE_VALUES = 1 << 22
+PIECE_VALUES = 1 << 20
 """About so many values are unpacked at a time, in float32."""
 
 ROWS = 32
@@ -34,7 +34,7 @@ FP8_BLOCK = (128, 128)
 MX_GROUP = 32
 NV_GROUP = 16
 MLX_GROUP = 64
-PACKED_BITS = (2, 4, 8)
+PACKED_BITS = {2, 4, 8}
 MAX_GROUP = 1 << 20
 
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -73,13 +73,13 @@ def unpack(
         CheckpointError: a tensor is packed in a way that is not read, or does not fit the others of its weight.
     """
     left, dense = dict(tensors), dict[str, torch.Tensor]()
-    settings = _Settings.read(quantization or {})
-    is_read = settings.method != "bitsandbytes"
+    quantization = quantization or {}
+    is_read = not is_bitsandbytes(quantization)
     for name in tensors:
         rule = _rule(name, left) if is_read else None
         if rule is None:
             continue
-        weight = _Weight(rule[0], left.pop(name), left, settings, dtype)
+        weight = _Weight(rule[0], left.pop(name), left, quantization, dtype)
         if weight.name in dense or weight.name in left:
             raise weight.wrong("is in the checkpoint twice, in different forms")
         dense[weight.name] = rule[1](weight)
@@ -97,7 +97,7 @@ def refuse_companions(unexpected: Iterable[str]) -> None:
     """Raise `CheckpointError` if one of the tensors that a model does not have looks like a part of a packed weight."""
     for name in sorted(unexpected):
         last = name.rpartition(".")[2]
-        if _COMPANIONS.fullmatch(last) and not _ACTIVATIONS.fullmatch(last):
+        if _COMPANIONS.fullmatch(last) and not _ACTIVATIONS.fullmatch(last) and "rotary" not in name:
             raise _unknown_part(name)
 
 
@@ -115,13 +115,10 @@ def quantization_of(config: object) -> Any:
     return getattr(config, "quantization_config", None) or getattr(config, "quantization", None) or None
 
 
-def is_bitsandbytes(quantization: object) -> bool:
-    """Whether transformers unpacks the weights: it can those of bitsandbytes, and of no other package."""
-    if not isinstance(quantization, Mapping):
-        return False
-    return bool(quantization.get("load_in_4bit") or quantization.get("load_in_8bit")) or (
-        quantization.get("quant_method") == "bitsandbytes"
-    )
+def is_bitsandbytes(quantization: Mapping[str, object] | None) -> bool:
+    """Whether transformers unpacks the weights: it does so only for those of bitsandbytes."""
+    found = quantization or {}
+    return bool(found.get("load_in_4bit") or found.get("load_in_8bit") or found.get("quant_method") == "bitsandbytes")
 
 
 def _known(key: str, *values: object) -> Callable[[Mapping[str, Any]], str]:
@@ -154,16 +151,15 @@ _METHODS: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
     "gptq": lambda found: (
         _known("checkpoint_format", "gptq", "gptq_v2", None)(found) or _known("bits", 2, 3, 4, 8, None)(found)
     ),
-    "mlx": lambda found: (
-        _known("mode", "affine", None)(found) or ("groups of several sizes" if _mixes_groups(found) else "")
-    ),
+    "mlx": lambda found: _known("mode", "affine", None)(found) or _mlx_problem(found),
 }
 """For each method that is read: what of a config's settings for it is not."""
 
 
-def _mixes_groups(quantization: Mapping[str, Any]) -> bool:
+def _mlx_problem(quantization: Mapping[str, Any]) -> str:
     layers = [one for one in quantization.values() if isinstance(one, Mapping)]
-    return any(one.get("group_size", quantization["group_size"]) != quantization["group_size"] for one in layers)
+    sizes = [one["group_size"] for one in layers if "group_size" in one]
+    return "groups of several sizes" if any(one != quantization["group_size"] for one in sizes) else ""
 
 
 def format_problem(quantization: object) -> str:
@@ -171,7 +167,7 @@ def format_problem(quantization: object) -> str:
     if not quantization:
         return ""
     if not isinstance(quantization, Mapping):
-        return "quantization_config is not an object"
+        return f"quantization_config is {str(quantization)[:32]!r}, which is not an object"
     method = _method(quantization)
     if method not in _METHODS:
         return f"its weights are packed by {method[:32] or 'an unnamed method'!r}, which is not read here; {ADVICE}"
@@ -189,41 +185,24 @@ def _method(quantization: Mapping[str, Any]) -> str:
     return "mlx" if "bits" in quantization and "group_size" in quantization else ""
 
 
-@dataclass(frozen=True)
-class _Settings:
-    """What a config says of packed weights that their tensors do not show.
+def _schemes(quantization: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """How each group of layers of compressed-tensors is packed."""
+    groups = quantization.get("config_groups")
+    found = (
+        [one.get("weights") for one in groups.values() if isinstance(one, Mapping)]
+        if isinstance(groups, Mapping)
+        else []
+    )
+    return [one for one in found if isinstance(one, Mapping)]
 
-    Attributes:
-        method: the name of the method, one of `_METHODS`.
-        is_gptq_v2: whether zero points of GPTQ are stored as they are, not less one.
-        mlx_group: the columns that share a scale of MLX.
-        blocks: the rows and the columns that may share a scale.
-        bits: the numbers of bits that integers may have.
-    """
 
-    method: str
-    is_gptq_v2: bool
-    mlx_group: int
-    blocks: tuple[tuple[int, int], ...]
-    bits: frozenset[int]
-
-    @classmethod
-    def read(cls, quantization: Mapping[str, Any]) -> _Settings:
-        groups = quantization.get("config_groups")
-        described = groups.values() if isinstance(groups, Mapping) else ()
-        weights = [one.get("weights") for one in described if isinstance(one, Mapping)]
-        schemes = [one for one in weights if isinstance(one, Mapping)]
-        sizes = [quantization.get("weight_block_size"), *(one.get("block_structure") for one in schemes)]
-        blocks = [(_size(one[0]), _size(one[1])) for one in sizes if isinstance(one, list) and len(one) == 2]
-        blocks += [(1, _size(one.get("group_size"))) for one in schemes]
-        bits = {_size(one.get("num_bits")) for one in schemes if one.get("type") != "float"} & set(PACKED_BITS)
-        return cls(
-            _method(quantization),
-            quantization.get("checkpoint_format") == "gptq_v2",
-            _size(quantization.get("group_size")) or MLX_GROUP,
-            tuple(one for one in [*blocks, FP8_BLOCK] if all(one)),
-            frozenset(bits or PACKED_BITS),
-        )
+def _blocks(quantization: Mapping[str, Any]) -> list[tuple[int, int]]:
+    """The rows and the columns that may share a scale of FP8."""
+    schemes = _schemes(quantization)
+    sizes = [quantization.get("weight_block_size"), *(one.get("block_structure") for one in schemes)]
+    found = [(_size(one[0]), _size(one[1])) for one in sizes if isinstance(one, list) and len(one) == 2]
+    found += [(1, _size(one.get("group_size"))) for one in schemes]
+    return [one for one in [*found, FP8_BLOCK] if all(one)]
 
 
 def _size(value: object) -> int:
@@ -258,14 +237,15 @@ class _Weight:
     Attributes:
         name: of the dense weight.
         data: the tensor with the packed values.
-        left: the checkpoint's tensors that belong to no weight yet.
+        left: the tensors that belong to no weight yet.
+        quantization: what the config says of packed weights.
         dtype: of the dense weight.
     """
 
     name: str
     data: torch.Tensor
     left: dict[str, torch.Tensor]
-    settings: _Settings
+    quantization: Mapping[str, Any]
     dtype: torch.dtype
 
     def wrong(self, what: str) -> CheckpointError:
@@ -373,12 +353,16 @@ def _fp8(weight: _Weight) -> torch.Tensor:
     scales, zeros, data = weight.need(*_SCALES), weight.take("_zero_point"), weight.data
     if zeros is not None and bool((zeros.float() != 0).any()):
         raise weight.wrong("has zero points beside float8")
-    if weight.settings.method == "fbgemm_fp8" and data.ndim == 3 and scales.shape == (len(data), data.shape[2], 1):
+    if (
+        weight.quantization.get("quant_method") == "fbgemm_fp8"
+        and data.ndim == 3
+        and scales.shape == (len(data), data.shape[2], 1)
+    ):
         scales = scales.transpose(1, 2)  # of experts that are stored as [in, out]
     exponents = [(1, MX_GROUP)] if scales.dtype in _EXPONENTS else []
-    grid = weight.grid(scales, data.shape, [*weight.settings.blocks, *exponents])
+    grid = weight.grid(scales, data.shape, [*_blocks(weight.quantization), *exponents])
     # The library of the format multiplies in the dtype of the scales; transformers does it itself for experts.
-    is_rounded = weight.settings.method == "compressed-tensors" and not _EXPERT.search(weight.name)
+    is_rounded = weight.quantization.get("quant_method") == "compressed-tensors" and not _EXPERT.search(weight.name)
     rounded = scales.dtype if is_rounded and scales.dtype not in _EXPONENTS else torch.float32
     flat = data.reshape(-1, *data.shape[-2:])
     return weight.fill(data.shape, lambda one, rows: (flat[one, rows].float() * grid.at(one, rows)).to(rounded))
@@ -405,9 +389,8 @@ def _fp4(weight: _Weight) -> torch.Tensor:
 def _mxfp4_experts(weight: _Weight) -> torch.Tensor:
     """Experts of gpt-oss: blocks [experts, out, groups, 16] of a weight [experts, in, out]."""
     blocks, scales = weight.data, weight.need("_scales")
-    weight.expect(
-        blocks.dtype is torch.uint8 and blocks.ndim == 4 and blocks.shape[3] * 2 == MX_GROUP, "values", blocks
-    )
+    is_packed = blocks.dtype is torch.uint8 and blocks.ndim == 4 and blocks.shape[3] * 2 == MX_GROUP
+    weight.expect(is_packed, "values", blocks)
     weight.expect(scales.dtype in _EXPONENTS and scales.shape == blocks.shape[:3], "scales", scales)
     data = blocks.flatten(2)
     shape = torch.Size((*data.shape[:2], 2 * data.shape[2]))
@@ -425,7 +408,9 @@ def _pack_quantized(weight: _Weight) -> torch.Tensor:
         is_shape = described.dtype in (torch.int32, torch.int64) and described.numel() == 2
         weight.expect(is_shape and int(described.flatten()[0]) == rows, "shape", described)
         columns = int(described.flatten()[1])
-    fitting = [one for one in sorted(weight.settings.bits) if not columns or -(-columns * one // 32) == words]
+    integers = [one for one in _schemes(weight.quantization) if one.get("type") != "float"]
+    bits_of = {_size(one.get("num_bits")) for one in integers} & PACKED_BITS or PACKED_BITS
+    fitting = [one for one in bits_of if not columns or -(-columns * one // 32) == words]
     if len(fitting) != 1:
         raise weight.wrong(f"is {_said(data)}, from which its number of bits does not follow")
     bits = fitting[0]
@@ -489,16 +474,20 @@ def _gptq_or_awq(weight: _Weight) -> torch.Tensor:
         group = _groups(weight, order, columns, groups)
     if is_awq:
         offset = _awq_columns(zeros)
+    elif weight.quantization.get("quant_method") != "gptq":
+        raise weight.wrong(
+            "has zero points of GPTQ, and no quantization_config says in which of two ways they are stored"
+        )
     else:
         offset = _integers(zeros, bits, rows)
-        if not weight.settings.is_gptq_v2:
+        if weight.quantization.get("checkpoint_format") != "gptq_v2":  # before, zero points were stored less one
             offset = (offset + 1) & ((1 << bits) - 1)
     grid = _Grid(weight.floats(scales).T[None], 1, group)
     offsets = replace(grid, values=offset.T.float()[None])
 
     def piece(_: int, part: slice) -> torch.Tensor:
         if is_awq:
-            values = _awq_columns(data[:, part.start // 8 : -(-part.stop // 8)]).T
+            values = _awq_columns(data[:, part.start // 8 : -(-part.stop // 8)]).T.contiguous()
         else:
             values = _integers(data[:, part].T, bits, columns)
         return (values.float() - offsets.at(0, part)) * grid.at(0, part)
@@ -511,11 +500,12 @@ def _mlx(weight: _Weight) -> torch.Tensor:
     data, scales, biases = weight.data.view(torch.int32), weight.need(".scales"), weight.need(".biases")
     weight.expect(data.ndim == 2 and scales.ndim == 2 and len(scales) == len(data), "scales", scales)
     weight.expect(biases.shape == scales.shape, "biases", biases)
-    rows, columns = len(data), scales.shape[1] * weight.settings.mlx_group
+    group = _size(weight.quantization.get("group_size")) or MLX_GROUP
+    rows, columns = len(data), scales.shape[1] * group
     bits = data.shape[1] * 32 // max(1, columns)
     weight.expect(bits in (2, 3, 4, 5, 6, 8) and columns * bits == data.shape[1] * 32, "scales", scales)
     shape = torch.Size((rows, columns))
-    grid = weight.grid(scales, shape, [(1, weight.settings.mlx_group)])
+    grid = weight.grid(scales, shape, [(1, group)])
     offsets = replace(grid, values=weight.floats(biases).reshape(grid.values.shape))
     return weight.fill(
         shape, lambda _, part: _integers(data[part], bits, columns) * grid.at(0, part) + offsets.at(0, part)

@@ -166,7 +166,9 @@ def test_float8_and_integers_among_plain_weights_are_refused(tmp_path):
 def test_names_that_families_have_themselves_are_left_alone():
     plain = {"router.scale": torch.ones(3), "layer_scale": torch.ones(1), "rotary_emb.inv_freq": torch.ones(4)}
     assert packed_weights.unpack(plain, None, torch.float32) == plain
-    packed_weights.refuse_companions(["rotary_emb.inv_freq", "k_proj.k_scale", "mlp.input_scale", "attn.bias"])
+    packed_weights.refuse_companions(
+        ["rotary_emb.inv_freq", "rotary_emb.scale", "k_proj.k_scale", "mlp.input_scale", "attn.bias"]
+    )
 
 
 def test_a_packed_checkpoint_that_describes_much_more_than_is_stored(tmp_path):
@@ -217,6 +219,14 @@ def test_fused_experts_of_float8():
 def test_a_config_says_what_cannot_be_read(quantization, words):
     with pytest.raises(AssertionError, match=words):
         raise AssertionError(packed_weights.format_problem(quantization))
+
+
+def test_gptq_without_a_config_is_refused(tmp_path):
+    """Its tensors do not say whether zero points are stored as they are, or less one."""
+    folder, _ = packed_layouts.make("GPTQ v2", tmp_path)
+    packed_layouts.change_config(folder, quantization_config=None)
+    with pytest.raises(CheckpointError, match="no quantization_config says in which of two ways"):
+        load_block(open_checkpoint(folder), 0, torch.float32)
 
 
 def test_a_config_of_what_can_be_read_has_no_problem(tmp_path):
