@@ -351,7 +351,7 @@ def _rule(name: str, left: Mapping[str, torch.Tensor]) -> tuple[str, Callable[[_
 
 def _fp8(weight: _Weight) -> torch.Tensor:
     scales, zeros, data = weight.need(*_SCALES), weight.take("_zero_point"), weight.data
-    if zeros is not None and bool((zeros.float() != 0).any()):
+    if zeros is not None and bool(zeros.reshape(-1).view(torch.uint8).any()):
         raise weight.wrong("has zero points beside float8")
     if (
         weight.quantization.get("quant_method") == "fbgemm_fp8"
