@@ -127,14 +127,13 @@ def _known(key: str, *values: object) -> Callable[[Mapping[str, Any]], str]:
 
 
 def _compressed_tensors_problem(quantization: Mapping[str, Any]) -> str:
-    known = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "nvfp4-pack-quantized")
-    also = ("mxfp4-pack-quantized", "mxfp8-quantized", "mixed-precision", "dense", None)
+    packed = (f"{one}-quantized" for one in ("pack", "int", "float", "naive", "mxfp8", "nvfp4-pack", "mxfp4-pack"))
     sparsity, transforms = quantization.get("sparsity_config"), quantization.get("transform_config")
     if isinstance(sparsity, Mapping) and sparsity.get("format", "dense") != "dense":
         return "a sparse format"
     if transforms and (not isinstance(transforms, Mapping) or transforms.get("config_groups", True)):
         return "rotations of hidden states"
-    return _known("format", *known, *also)(quantization)
+    return _known("format", *packed, "mixed-precision", "dense", None)(quantization)
 
 
 def _modelopt_problem(quantization: Mapping[str, Any]) -> str:
@@ -188,11 +187,8 @@ def _method(quantization: Mapping[str, Any]) -> str:
 def _schemes(quantization: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """How each group of layers of compressed-tensors is packed."""
     groups = quantization.get("config_groups")
-    found = (
-        [one.get("weights") for one in groups.values() if isinstance(one, Mapping)]
-        if isinstance(groups, Mapping)
-        else []
-    )
+    described = groups.values() if isinstance(groups, Mapping) else ()
+    found = [one.get("weights") for one in described if isinstance(one, Mapping)]
     return [one for one in found if isinstance(one, Mapping)]
 
 
