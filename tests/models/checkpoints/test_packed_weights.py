@@ -163,6 +163,13 @@ def test_float8_and_integers_among_plain_weights_are_refused(tmp_path):
             load_block(open_checkpoint(folder), 0, torch.float32)
 
 
+def test_float8_that_is_said_to_be_packed_by_bitsandbytes(tmp_path):
+    packed, _ = packed_layouts.make("fp8 blocks", tmp_path)
+    packed_layouts.change_config(packed, quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True})
+    with pytest.raises(CheckpointError, match=r"proj\.weight is float8_e4m3fn .* no scales"):
+        load_block(open_checkpoint(packed), 0, torch.float32)
+
+
 def test_names_that_families_have_themselves_are_left_alone():
     plain = {"router.scale": torch.ones(3), "layer_scale": torch.ones(1), "rotary_emb.inv_freq": torch.ones(4)}
     assert packed_weights.unpack(plain, None, torch.float32) == plain
