@@ -431,7 +431,7 @@ def _affine(
     scales, zeros, order = weight.need(*_SCALES), weight.take("_zero_point"), weight.take("_g_idx")
     weight.expect(scales.is_floating_point() and scales.dtype.itemsize > 1, "scales", scales)
     groups = scales.shape[-1] if scales.ndim == 2 else 1
-    grid = weight.grid(scales, shape, [(1, -(-shape[1] // max(1, groups)))])
+    grid = weight.grid(scales, shape, [(1, shape[1] // groups)] if groups and shape[1] % groups == 0 else [])
     if order is not None and not bool((order == -1).any()):  # -1 says that columns are in order
         grid = replace(grid, columns=_groups(weight, order, shape[1], groups))
     offsets = torch.full_like(grid.values, middle)

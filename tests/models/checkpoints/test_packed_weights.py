@@ -131,6 +131,7 @@ UP = "model.layers.0.mlp.up_proj."
         ("ModelOpt NVFP4", {"weight_scale_2": None}, r"up_proj\.weight lacks .*up_proj\.weight_scale_2"),
         ("ModelOpt NVFP4", {"pre_quant_scale": torch.ones(128)}, r"up_proj\.pre_quant_scale looks like a part"),
         ("compressed-tensors int4", {"weight_scale": None}, r"up_proj\.weight lacks .*up_proj\.weight_scale"),
+        ("compressed-tensors int4", {"weight_scale": torch.ones(192, 3)}, r"does not fit its scales of the shape"),
         ("compressed-tensors int4", {"weight_shape": torch.tensor([192, 1 << 40])}, "number of bits does not follow"),
         ("compressed-tensors W8A8", {"weight_scale": None}, r"up_proj\.weight is int8 .* no scales"),
         ("AWQ", {"weight": torch.ones(192, 128)}, "twice, in different forms"),
