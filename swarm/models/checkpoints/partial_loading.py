@@ -1,14 +1,15 @@
 """Building part of a transformers model from part of a checkpoint.
 
 transformers loads the tensors, so its own conversions (renamed tensors, experts fused into one tensor) apply as they do
-for a whole model.
+for a whole model. Packed weights are unpacked before, except those of bitsandbytes.
 """
 
 from __future__ import annotations
 
+import copy
 import logging
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,12 +21,13 @@ from transformers.utils import logging as transformers_logging
 
 from swarm.common.dtypes import HIDDEN_DTYPES, dtype_name
 from swarm.errors import CheckpointError, InvalidOption
+from swarm.models.checkpoints import packed_weights
 
 MAX_VALUES_A_STORED_ONE = 2
-MAX_VALUES_A_PACKED_ONE = 32
-"""How many values a model may have for each one that is stored: a head shares those of the embeddings, and quantized
-checkpoints pack several into one. What a model has beyond its tensors is initialized, which takes memory for all of it,
-before transformers says what is missing."""
+VALUES_A_BITSANDBYTES_ONE = 16
+"""How many values a model may have for each one that is stored: a head shares those of the embeddings, and bitsandbytes
+packs several into one. What a model has beyond its tensors is initialized, which takes memory for all of it, before
+transformers says what is missing."""
 
 SMALL_MODEL_VALUES = 1 << 22
 """No model of so many is refused for that."""
@@ -71,15 +73,25 @@ def load_partial_model(
         converted: whether the tensors were converted already, when a model was loaded from which they come.
 
     Raises:
-        CheckpointError: tensors are missing or do not fit the model, or a package that they need is not installed.
+        CheckpointError: tensors are missing, do not fit the model, or are packed in a way that is not read.
     """
-
+    quantization = None if converted else packed_weights.quantization_of(config)
+    if problem := packed_weights.format_problem(quantization):
+        raise CheckpointError(f"this checkpoint cannot be loaded here: {problem}")
+    if not converted:
+        tensors = packed_weights.unpack(tensors, quantization, dtype)
+    is_unpacked = not packed_weights.is_bitsandbytes(quantization)
+    if is_unpacked:
+        config = copy.copy(config)
+        config.__dict__.pop("quantization_config", None)
     stored = sum(one.numel() for one in tensors.values())  # the class lives as long as the model: it keeps no tensors
+    integers = [name for name, one in tensors.items() if is_unpacked and not one.is_floating_point()]
 
     def build(self: PreTrainedModel, config: PreTrainedConfig) -> None:
         model_class.__init__(self, config)  # type: ignore[misc]
         cut(self)
-        _require_stored(self, config, stored, may_be_missing)
+        _require_floats(self, integers)
+        _require_stored(self, stored * (1 if is_unpacked else VALUES_A_BITSANDBYTES_ONE), may_be_missing)
 
     # transformers looks up its conversions by the class's name and module, and has none for modules of others.
     module = __name__ if converted else model_class.__module__
@@ -99,7 +111,7 @@ def load_partial_model(
         if "above report" in reason:  # there is none
             reason = "some tensors are missing that it combines, or have other shapes than config.json describes"
         raise CheckpointError(f"the weights do not fit a {config.model_type} model: {reason}") from error
-    except ImportError as error:  # a quantization format that needs a package of its own
+    except ImportError as error:  # bitsandbytes is not installed
         raise CheckpointError(f"this checkpoint cannot be loaded here: {error}") from error
     for name, found, described in sorted(report["mismatched_keys"]):
         raise CheckpointError(
@@ -111,9 +123,18 @@ def load_partial_model(
         raise CheckpointError(f"the checkpoint lacks {len(names)} tensors that the model needs, such as {names[0]}")
     if converted and report["unexpected_keys"]:
         raise CheckpointError(f"a {config.model_type} model has no tensor {sorted(report['unexpected_keys'])[0]}")
+    packed_weights.refuse_companions(report["unexpected_keys"])
     _require_packed(model)
     model.requires_grad_(False)
     return model
+
+
+def _require_floats(model: PreTrainedModel, integers: Iterable[str]) -> None:
+    """Raise `CheckpointError` if one of the tensors with integers is for a parameter: they mean other numbers."""
+    floats = {name for name, one in model.named_parameters() if one.is_floating_point()}
+    for name in integers:
+        if floats & {name, name.partition(".")[2], f"{model.base_model_prefix}.{name}"}:
+            raise packed_weights.unscaled(name, "stored as integers")
 
 
 def _require_packed(model: PreTrainedModel) -> None:
@@ -132,17 +153,10 @@ def _require_packed(model: PreTrainedModel) -> None:
             )
 
 
-def _require_stored(
-    model: PreTrainedModel,
-    config: PreTrainedConfig,
-    stored: int,
-    may_be_missing: Callable[[str], bool],
-) -> None:
+def _require_stored(model: PreTrainedModel, stored: int, may_be_missing: Callable[[str], bool]) -> None:
     """Raise `CheckpointError` if a model on the meta device has many more values than are stored of it."""
     described = sum(one.numel() for name, one in model.named_parameters() if not may_be_missing(name))
-    is_packed = getattr(config, "quantization_config", None) is not None
-    allowed = stored * (MAX_VALUES_A_PACKED_ONE if is_packed else MAX_VALUES_A_STORED_ONE) + SMALL_MODEL_VALUES
-    if described > allowed:
+    if described > stored * MAX_VALUES_A_STORED_ONE + SMALL_MODEL_VALUES:
         raise CheckpointError(
             f"the config describes {described} values, and the checkpoint holds {stored} for them: it lacks weights, "
             "or its config is that of another model"

@@ -115,14 +115,6 @@ def test_tensors_of_another_shape_are_named_with_both_shapes(single):
         load_blockless_model(checkpoint, nn.Identity(), type("Mixin", (), {}), dtype=torch.float32)
 
 
-def test_weights_quantized_in_a_way_that_needs_a_package_of_its_own(single):
-    config = json.loads((single / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "gptq", "bits": 4}
-    (single / "config.json").write_text(json.dumps(config))
-    with pytest.raises(CheckpointError, match="optimum"):
-        load(single, 1, 2)
-
-
 @pytest.mark.parametrize("form", ["load_in_4bit", "load_in_8bit"])
 def test_a_config_that_calls_plain_weights_quantized(single, form):
     """The first step failed with an assertion of bitsandbytes, or computed with other weights than the digest's."""

@@ -28,6 +28,7 @@ from swarm.models.checkpoints.safetensors_header import parse_header
 from swarm.models.exits.trained_exits import EXITS_FILE, BaseModel, ExitClassifier, ExitLens, TrainedExits
 from swarm.models.loading.span_loading import load_span
 from tests import zoo
+from tests.models.checkpoints import packed_layouts
 
 torch.set_num_threads(1)
 
@@ -50,7 +51,8 @@ def originals(tmp_path_factory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("checkpoints")
     zoo.make_checkpoint("llama", root / "single")
     zoo.make_checkpoint("llama", root / "sharded", max_shard_size="40KB")
-    return {"single": root / "single", "sharded": root / "sharded"}
+    packed = {layout: packed_layouts.make(layout, root / layout)[0] for layout in ("fp8 blocks", "GPTQ desc_act")}
+    return {"single": root / "single", "sharded": root / "sharded", **packed}
 
 
 @contextmanager
@@ -133,14 +135,15 @@ def with_header(data: bytes, changes: list[tuple[str, Any]], place: int, length:
 
 @settings(max_examples=60)
 @given(
+    st.sampled_from(["single", "fp8 blocks", "GPTQ desc_act"]),
     HEADER_CHANGES,
     st.integers(0, 1000),
     st.none() | st.sampled_from([0, 1, 7, 10**6, 2**31, 2**63, 2**64 - 1]),
     st.booleans(),
 )
-def test_a_changed_header_of_tensors(tmp_path_factory, originals, changes, place, length, is_loaded):
-    with copied(tmp_path_factory, originals["single"]) as folder:
-        data = with_header((originals["single"] / SINGLE_FILE).read_bytes(), changes, place, length)
+def test_a_changed_header_of_tensors(tmp_path_factory, originals, original, changes, place, length, is_loaded):
+    with copied(tmp_path_factory, originals[original]) as folder:
+        data = with_header((originals[original] / SINGLE_FILE).read_bytes(), changes, place, length)
         write(folder / SINGLE_FILE, data)
         with suppress(UsageError):
             use(folder)
