@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from typing import Literal
 
 from swarm.errors import InvalidSpan
@@ -262,7 +262,18 @@ class StepLayout:
     def ends(self) -> tuple[int, ...]:
         """For each sequence, the position behind its last new token, as the model sees it."""
         offsets = self.offsets or (0,) * self.sequences
-        return tuple(map(sum, zip(self.starts, self.counts, offsets, strict=True)))
+        return tuple(map(sum, zip(self.lengths, offsets, strict=True)))
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """How many positions each sequence has behind its last new token."""
+        return tuple(map(sum, zip(self.starts, self.counts, strict=True)))
+
+    def moved_back(self, tokens: Sequence[int]) -> StepLayout:
+        """The step with so many tokens more in front of each sequence's own."""
+        starts = tuple(start - more for start, more in zip(self.starts, tokens, strict=True))
+        counts = tuple(count + more for count, more in zip(self.counts, tokens, strict=True))
+        return replace(self, starts=starts, counts=counts)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """Models as they are published, over three real servers: texts are those of transformers' own load of the same files.
 
-Also with left padding, beams, guesses that are taken back, a session of another length beside, and a server that dies
-in the middle of a text.
+Also with left padding, early exits, beams, guesses that are taken back, a session of another length beside, and a
+server that dies in the middle of a text.
 """
 
 from __future__ import annotations
@@ -14,8 +14,10 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForImageTextToText, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
+from swarm import EarlyExit
+from swarm.client.early_exit import exit_decoder
 from tests import wrappers, zoo
 from tests.client.prompts import PAD, padded_batch, prompt
 from tests.disturbances import holder, write
@@ -40,13 +42,30 @@ def wrapped(kind: str) -> Callable[[Path], PreTrainedModel]:
     return make
 
 
+def plain(family: str) -> Callable[[Path], PreTrainedModel]:
+    """Saves a model of the zoo, and returns what transformers loads from there."""
+
+    def make(folder: Path) -> PreTrainedModel:
+        zoo.make_checkpoint(family, folder)
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        return model
+
+    return make
+
+
+WRAPPED = (
+    *("gemma3", "gemma4", "llama4", "mistral3 (mistral4)", "qwen2_5_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"),
+    "lfm2_vl",
+)
 MODELS: dict[str, Callable[[Path], PreTrainedModel]] = {
-    kind: wrapped(kind) for kind in ("gemma3", "gemma4", "llama4", "mistral3 (mistral4)", "qwen2_5_vl", "qwen3_vl_moe")
+    **{kind: wrapped(kind) for kind in WRAPPED},
+    **{family: plain(family) for family in zoo.HYBRIDS},
 }
 
 
-@pytest.mark.parametrize("name", slow_except(MODELS, "gemma4"))
-def test_texts_are_those_of_transformers(name, tmp_path):
+@pytest.mark.parametrize("name", slow_except(MODELS, "gemma4", "qwen3_5"))
+def test_texts_are_those_of_transformers(name, tmp_path, monkeypatch):
+    monkeypatch.setattr(exit_decoder, "MIN_GAIN", 0.0)  # look also at servers that are so near that it is not worth it
     local = MODELS[name](tmp_path / "model")
     with run_swarm(tmp_path / "model", SPANS, dtype="float32") as swarm, run_client(swarm, dtype="float32") as model:
         check_texts(swarm, model, local)
@@ -58,6 +77,8 @@ def check_texts(swarm: TestSwarm, model: Any, local: PreTrainedModel) -> None:
     expected = local.generate(**batch, **SETTINGS)
     assert all(row.unique().numel() >= 4 for row in expected[:, -NEW:]), "text that does not vary proves nothing"
     assert model.generate(**batch, **SETTINGS).tolist() == expected.tolist()
+    early = EarlyExit(threshold=0.0, batch="all")
+    assert model.generate(**batch, **SETTINGS, early_exit=early).tolist() == expected.tolist()
 
     short = prompt(7)
     beams = local.generate(short, num_beams=3, **SETTINGS)

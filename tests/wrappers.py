@@ -5,6 +5,7 @@ The language model inside is one of the zoo's. The towers only have to be there:
 
 from __future__ import annotations
 
+import copy
 import re
 from pathlib import Path
 from typing import Any
@@ -80,6 +81,17 @@ TABLE: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "moss_transcribe_diarize": ("qwen3", {}, {}),
     "voxtral": ("llama", {}, {}),
     "qwen2_audio": ("qwen2", {}, {}),
+    "qwen3_5": (
+        "qwen3_5_text",
+        {**zoo.HYBRIDS["qwen3_5_text"], "head_dim": 8, "partial_rotary_factor": 1.0, "rope_parameters": SECTIONS},
+        {},
+    ),
+    "qwen3_5_moe": (
+        "qwen3_5_moe_text",
+        {**zoo.HYBRIDS["qwen3_5_moe_text"], "head_dim": 8, "partial_rotary_factor": 1.0, "rope_parameters": SECTIONS},
+        {},
+    ),
+    "lfm2_vl": ("lfm2", zoo.HYBRIDS["lfm2"], {}),
 }
 """Type of the wrapper to the family inside, its config if the zoo has none, and what is special about the tower."""
 
@@ -91,7 +103,8 @@ def make_wrapper(kind: str, tie: bool = False) -> PreTrainedModel:
     """A model of a type in `TABLE`."""
     family, overrides, tower = TABLE[kind]
     wrapper = kind.partition(" ")[0]
-    inside = {**zoo.TABLE.get(family, {}), **overrides, "model_type": family, "tie_word_embeddings": tie}
+    # transformers changes the dictionaries of a config.
+    inside = copy.deepcopy({**zoo.TABLE.get(family, {}), **overrides, "model_type": family, "tie_word_embeddings": tie})
     towers = {name: {**TOWER, **tower} for name in ("vision_config", "audio_config")}
     own = {name: inside[name] for name in ("vocab_size", "hidden_size")} if wrapper in ("fuyu", "ovis2") else {}
     config = AutoConfig.for_model(

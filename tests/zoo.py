@@ -201,6 +201,74 @@ TABLE: dict[str, dict[str, Any]] = {
 }
 """Family, or a variant of one (`falcon_alibi`), to its config."""
 
+LINEAR = {
+    **{"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8},
+    "linear_conv_kernel_dim": 4,
+}
+MAMBA = {
+    **{"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 2, "mamba_d_conv": 4},
+    **{"mamba_expand": 2, "mamba_chunk_size": 4},
+}
+NEMOTRON = ["linear_attention", "mlp", "full_attention", "linear_attention", "moe", "full_attention"]
+
+
+def _mixed(kind: str) -> dict[str, Any]:
+    return {"layer_types": [kind, kind, "full_attention"] * 2}
+
+
+HYBRIDS: dict[str, dict[str, Any]] = {
+    "qwen3_5_text": {**GATED, **LINEAR, "head_dim": 16, **_mixed("linear_attention")},
+    "qwen3_5_moe_text": {
+        **SPARSE,
+        **LINEAR,
+        **_mixed("linear_attention"),
+        "head_dim": 16,
+        "shared_expert_intermediate_size": 24,
+    },
+    "qwen3_next": {
+        **SPARSE,
+        **LINEAR,
+        **_mixed("linear_attention"),
+        "head_dim": 16,
+        "shared_expert_intermediate_size": 24,
+    },
+    "olmo_hybrid": {**GATED, **LINEAR, "linear_num_value_heads": 2, **_mixed("linear_attention")},
+    "lfm2": {**GATED, **_mixed("conv"), "block_auto_adjust_ff_dim": False},
+    "lfm2_moe": {**SPARSE, **_mixed("conv"), "num_dense_layers": 2},
+    "lfm3": {**GATED, **_mixed("conv")},
+    "kimi_linear": {
+        **TABLE["deepseek_v3"],
+        **_mixed("linear_attention"),
+        "linear_attn_config": {
+            **{"short_conv_kernel_size": 4, "head_dim": 8, "num_heads": 4},
+            **{"kda_layers": [1, 2, 4, 5], "full_attn_layers": [3, 6]},
+        },
+    },
+    "bailing_hybrid": {**TABLE["deepseek_v3"], **_mixed("linear_attention")},
+    "nemotron_h": {
+        **GATED,
+        **{"head_dim": 8, "layers_block_type": NEMOTRON, "layer_types": NEMOTRON, "mamba_num_heads": 8},
+        **{"mamba_head_dim": 8, "ssm_state_size": 8, "n_groups": 2, "chunk_size": 4, "conv_kernel": 4},
+        **{"time_step_limit": [0.0, float("inf")], "n_routed_experts": 4, "num_experts_per_tok": 2},
+        **{"moe_intermediate_size": 24, "moe_shared_expert_intermediate_size": 24, "n_group": 1, "topk_group": 1},
+    },
+    "granitemoehybrid": {
+        **GATED,
+        **MAMBA,
+        **_mixed("linear_attention"),
+        **{"num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 24},
+    },
+    "bamba": {**GATED, **MAMBA, "attn_layer_indices": [2, 5]},
+    "jamba": {
+        **GATED,
+        **{"mamba_d_state": 8, "mamba_d_conv": 4, "mamba_expand": 2, "mamba_dt_rank": 4, "use_mamba_kernels": False},
+        **{"num_experts": 4, "num_experts_per_tok": 2, "expert_layer_period": 2, "expert_layer_offset": 1},
+        **{"attn_layer_period": 3, "attn_layer_offset": 2},
+    },
+    "falcon_h1": {**GATED, **MAMBA, "mamba_d_ssm": 64, "head_dim": 8},
+}
+"""Families some of whose layers keep a state in place of keys and values, or beside them."""
+
 VARIANTS = {"opt_projected": "opt", "falcon_multi_query": "falcon", "falcon_alibi": "falcon"}
 SEED, SPREAD = 2, 2.0
 TUNED = {
@@ -209,6 +277,7 @@ TUNED = {
     "falcon_alibi": (10, SPREAD),
     "gpt_bigcode": (1, SPREAD),
     "gptj": (3, SPREAD),
+    "nemotron_h": (SEED, 1.0),
     "opt_projected": (11, 0.3),
     "phimoe": (3, SPREAD),
 }
@@ -224,7 +293,7 @@ experts, windows and soft caps. What a single process can tell is tried with eve
 
 
 def config_of(family: str, **overrides: Any) -> PreTrainedConfig:
-    return AutoConfig.for_model(VARIANTS.get(family, family), **{**TABLE[family], **overrides})
+    return AutoConfig.for_model(VARIANTS.get(family, family), **{**(TABLE.get(family) or HYBRIDS[family]), **overrides})
 
 
 def make_checkpoint(family: str, folder: Path, max_shard_size: str = "1GB") -> Path:

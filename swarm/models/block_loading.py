@@ -68,8 +68,6 @@ def fill_block(
         CheckpointError: tensors are missing or do not fit the model.
     """
     config = copy.deepcopy(checkpoint.config)
-    if converted and hasattr(config, "quantization_config"):
-        del config.quantization_config
 
     def cut(model: nn.Module) -> None:
         _, owner, name = cut_layers.find_layers(model, checkpoint.blocks)

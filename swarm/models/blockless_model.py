@@ -70,7 +70,9 @@ def load_blockless_model(
     blocks = checkpoint.blocks
     tensors = checkpoint.client_tensors()
     family_class = (families.causal_lm_class if task == "CAUSAL_LM" else families.classification_class)(config)
-    model_class = type(family_class.__name__, (mixin, family_class), {"__module__": family_class.__module__})
+    # Servers go back to any position, also where their layers have states.
+    members = {"__module__": family_class.__module__, "_is_stateful": False}
+    model_class = type(family_class.__name__, (mixin, family_class), members)
 
     found: list[tuple[str, nn.Module, str | None]] = []
 
@@ -82,6 +84,9 @@ def load_blockless_model(
             if isinstance(value, (bool, int, str)) and key != "training" and not hasattr(layer, key):
                 setattr(layer, key, value)  # such as attention_type, which some families read from the layer
         setattr(owner, name, nn.ModuleList([layer]))
+        vars(owner)["_is_hf_initialized"] = (
+            True  # or else transformers makes up what some families keep in their layers
+        )
 
     def may_be_missing(name: str) -> bool:
         return found[-1][2] is not None and name.startswith(f"{found[-1][2]}.")

@@ -12,6 +12,7 @@ from swarm.common.units import ByteSize, format_bytes
 from swarm.data_structures import Span
 from swarm.errors import InvalidOption, NotEnoughMemory
 from swarm.models.checkpoints.checkpoint import Checkpoint
+from swarm.models.checkpoints.footprint import cache_bytes
 from swarm.models.flash.block_plan import RecordKind
 from swarm.models.flash.files.block_files import PackedModel
 from swarm.models.flash.files.preparation import check_space, drive_space
@@ -36,7 +37,7 @@ class FlashFootprint:
 
     Attributes:
         blocks: what of each is on flash, in order.
-        cache_bytes_per_token: bytes that one position takes in the attention cache of one block.
+        cache_bytes_per_token: bytes that one position takes in the attention cache of one block at most.
     """
 
     blocks: Sequence[PlannedBlock]
@@ -76,7 +77,7 @@ def flash_footprint(
     if len(planned) < checkpoint.blocks:
         return None
     blocks = [one for _, one in sorted(planned.items())]
-    return FlashFootprint(blocks, checkpoint.structure.cached_values_per_token * dtype.itemsize)
+    return FlashFootprint(blocks, max(cache_bytes(checkpoint.structure, dtype)))
 
 
 logger = logging.getLogger(__name__)

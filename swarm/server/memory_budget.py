@@ -65,7 +65,8 @@ class MemoryBudget:
         Raises `NotEnoughMemory` if not even one does.
         """
         footprint = self.footprint
-        per_block = max(footprint.block_bytes) + self.cache_tokens * footprint.cache_bytes_per_token
+        sizes = zip(footprint.block_bytes, footprint.cache_bytes, strict=True)
+        per_block = max(weights + self.cache_tokens * cached for weights, cached in sizes)
         count = min(len(footprint.block_bytes), self.usable // per_block)
         if count <= 0:
             raise NotEnoughMemory(

@@ -16,7 +16,9 @@ from swarm.common.units import format_bytes
 from swarm.data_structures import FlashUse, Span
 from swarm.metrics.server import ServerObserver
 from swarm.models.adapters.adapter_files import read_block_weights
+from swarm.models.attention.sequence_states import KEPT_INPUTS
 from swarm.models.block_loading import return_freed_memory
+from swarm.models.checkpoints.footprint import cache_bytes, state_bytes
 from swarm.models.execution.span_model import SpanModel
 from swarm.models.execution.strategy_choice import choose_exit_forwards, choose_forward
 from swarm.models.exits.model_head import ModelHead, head_bytes
@@ -30,7 +32,7 @@ from swarm.server.resolved_config import ResolvedConfig
 from swarm.server.sessions.adapter_store import AdapterLimits, AdapterStore
 from swarm.server.sessions.handler import MessageHandler
 from swarm.server.sessions.request_validation import RequestLimits
-from swarm.server.sessions.session_table import SessionTable
+from swarm.server.sessions.session_table import CacheSizes, SessionTable
 from swarm.server.throughput.compute_measurement import Throughput, determine_throughput
 from swarm.transport.stream import Network
 
@@ -127,8 +129,12 @@ class SpanService:
             adapters.add_public(model.adapted.prepare(parts))
         dtype = dtype_name(config.dtype)
         observer.span_loaded(checkpoint.name, checkpoint.revision, dtype, config.quantization, span, throughput.decode)
-        slot_bytes = checkpoint.structure.cached_values_per_token * config.dtype.itemsize
-        limits = RequestLimits(memory=config.request_memory, slot_bytes=slot_bytes)
+        own = slice(span.start, span.end)
+        limits = RequestLimits(
+            memory=config.request_memory,
+            slot_bytes=max(checkpoint.structure.cached_values[own]) * config.dtype.itemsize,
+            sequence_bytes=sum(state_bytes(checkpoint.structure)[own]),
+        )
         logger.info("Requests: %s of memory for those on their way", format_bytes(config.request_memory))
         handler = MessageHandler(
             network, model, checkpoint.revision, sessions, engine, limits, adapters=adapters, observer=observer
@@ -193,15 +199,22 @@ def _make_session_table(config: ResolvedConfig, model: SpanModel, observer: Serv
     paging, now = model.strategy.paging, time.monotonic
     if paging is not None:  # a page has room in all blocks, whichever of them a session uses
         return SessionTable(config.cache_tokens, now, page=paging.pool.page_size, observer=observer)
-    kept, cached = KEPT_HIDDEN_STATES * model.hidden_size, config.checkpoint.structure.cached_values_per_token
-    buffer_blocks = -(-kept // max(1, cached))
-    return SessionTable(
-        config.cache_tokens,
-        now,
-        blocks=model.span.length,
-        buffer_blocks=buffer_blocks,
-        observer=observer,
+    structure, itemsize, own = (
+        config.checkpoint.structure,
+        config.dtype.itemsize,
+        slice(model.span.start, model.span.end),
     )
+    token = tuple(values * itemsize for values in structure.cached_values[own])
+    kept = KEPT_HIDDEN_STATES * model.hidden_size * itemsize
+    sizes = CacheSizes(
+        model.span,
+        token,
+        state_bytes(structure)[own],
+        token_buffer=kept,
+        sequence_buffer=KEPT_INPUTS * model.hidden_size * itemsize,
+        unit=sum(cache_bytes(structure, config.dtype)[own]) + kept,
+    )
+    return SessionTable(config.cache_tokens, now, sizes=sizes, observer=observer)
 
 
 def _make_engine(
@@ -270,7 +283,12 @@ async def _add_exits(
     if config.options.exits is None:
         return model
     if not model.can_fill:
-        reason = "their weights are on flash" if model.flash is not None else "of how this family computes attention"
+        if model.has_states:
+            reason = "each token changes their states"
+        else:
+            reason = (
+                "their weights are on flash" if model.flash is not None else "of how this family computes attention"
+            )
         logger.warning("Exits: none, because tokens have to be computed in full by these blocks: %s", reason)
         return model
     if not exits.blocks:

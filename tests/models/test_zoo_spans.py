@@ -149,7 +149,7 @@ REFUSED = [
     *("t5", "bart"),  # encoder and decoder
     *("bert", "roberta", "albert"),  # encoders
     *("mamba", "falcon_mamba", "rwkv", "xlstm"),  # recurrent
-    *("jamba", "bamba", "qwen3_next", "qwen3_5_text", "recurrent_gemma"),  # some layers recurrent
+    *("zamba", "zamba2", "inkling_text", "recurrent_gemma", "minimax", "zaya"),  # some layers recurrent
     *("gemma3n_text", "gemma4_text", "hrm_text", "longcat_flash", "deepseek_v32"),  # not one cache entry a layer
     *("git", "mllama"),  # several models in one
 ]

@@ -25,7 +25,7 @@ from swarm.server.sessions.adapter_store import AdapterLimits, AdapterStore
 from swarm.server.sessions.handler import MessageHandler
 from swarm.server.sessions.request_validation import RequestLimits
 from swarm.server.sessions.session import Session
-from swarm.server.sessions.session_table import SessionTable
+from swarm.server.sessions.session_table import CacheSizes, SessionTable
 from tests import virtual_time, zoo
 from tests.async_tests import as_test
 from tests.memory_hub import MemoryHub, MemoryNetwork
@@ -39,6 +39,11 @@ OPEN = messages.OpenSession(b"hostile-session!", REVISION, SPAN.start, SPAN.end,
 STEP = messages.StepRequest(1, [2], [1], WireFormat.NONE, "float32")
 """The right step after the two tokens that `Client.begin` sends."""
 FORWARD = messages.ForwardRequest(REVISION, SPAN.start, SPAN.end, [2, 1], WireFormat.NONE, "float32", WireFormat.NONE)
+
+
+def even_sizes(span: Span, buffer: int = 0) -> CacheSizes:
+    """Blocks that keep one unit of memory of each token, beside a buffer of so many."""
+    return CacheSizes(span, (1,) * span.length, (0,) * span.length, buffer, 0, span.length + buffer)
 
 
 def changed(message: Any, **changes: object) -> Any:
@@ -79,7 +84,7 @@ class Server:
         self.now = 0.0
         self.hub = MemoryHub()
         self.runtime = runtime or ComputeThread()
-        self.sessions = SessionTable(capacity, lambda: self.now, peer_share, blocks=model.span.length)
+        self.sessions = SessionTable(capacity, lambda: self.now, peer_share, sizes=even_sizes(model.span))
         self.network = MemoryNetwork(self.hub, "server")
         engine, bounds = (
             Engine(self.runtime, budget),

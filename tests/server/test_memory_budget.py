@@ -15,10 +15,8 @@ from swarm.server.memory_budget import MemoryBudget, choose_quantization, resolv
 
 CPU = torch.device("cpu")
 
-footprints = st.builds(
-    MemoryFootprint,
-    block_bytes=st.lists(st.integers(1, 10**9), min_size=1, max_size=12).map(tuple),
-    cache_bytes_per_token=st.integers(0, 10**5),
+footprints = st.lists(st.tuples(st.integers(1, 10**9), st.integers(0, 10**5)), min_size=1, max_size=12).map(
+    lambda blocks: MemoryFootprint(*map(tuple, zip(*blocks, strict=True)))
 )
 
 
@@ -29,7 +27,7 @@ def test_what_fits_fits_wherever_the_window_lies(footprint, free, tokens):
     try:
         count = budget.blocks_that_fit()
     except NotEnoughMemory:
-        heaviest = max(range(blocks), key=footprint.block_bytes.__getitem__)
+        heaviest = max(range(blocks), key=lambda block: footprint.span_bytes(block, block + 1, tokens))
         with pytest.raises(NotEnoughMemory):
             budget.check_fits(Span(heaviest, heaviest + 1))
         return
@@ -39,7 +37,7 @@ def test_what_fits_fits_wherever_the_window_lies(footprint, free, tokens):
 
 
 def test_the_cache_takes_room_too():
-    footprint = MemoryFootprint((100,) * 10, 1)
+    footprint = MemoryFootprint((100,) * 10, (1,) * 10)
     assert MemoryBudget(footprint, 2000, 1).blocks_that_fit() == 10
     budget = MemoryBudget(footprint, 2000, 500)
     assert budget.blocks_that_fit() == 3

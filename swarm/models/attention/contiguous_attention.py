@@ -13,6 +13,7 @@ import torch
 from torch.nn import functional
 
 from swarm.models.attention.multi_session_attention import AttentionExtras, ExpandKV, PackedBatch, PackedMask
+from swarm.models.attention.sequence_states import StagedStates, StateBatch
 
 MIN_GROWTH_POSITIONS = 64
 MAX_GROWTH_POSITIONS = 512
@@ -30,12 +31,14 @@ class ContiguousKV:
 
     Attributes:
         layers: number of a layer that has written to it -> keys, values `[sequences, heads, capacity, dim]`.
+        states: what layers with a state keep of the sequences.
     """
 
     def __init__(self, sequences: int, max_length: int | None = None) -> None:
         self.sequences = sequences
         self.max_length = max_length
         self.layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.states = StagedStates(sequences)
         self._capacity = 0
 
     def reserve(self, length: int) -> None:
@@ -139,7 +142,8 @@ class ContiguousBatch(PackedBatch):
     """
 
     def __init__(self, segments: Sequence[ContiguousSegment]) -> None:
-        super().__init__(max(segment.end for segment in segments))
+        states = StateBatch([(one.store.states, one.first, one.sequences) for one in segments])
+        super().__init__(max(segment.end for segment in segments), states)
         self._segments = segments
         self._written: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._masks: dict[tuple[int, int], torch.Tensor | None] = {}

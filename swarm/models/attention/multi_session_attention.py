@@ -1,9 +1,10 @@
 """Attention over packed tokens: one forward of the family's layers for tokens of many sequences of many sessions.
 
 The layers see a batch of single tokens `[tokens, 1, hidden]`, as in any decode step, so everything but attention is the
-family's own code on one big product. transformers lets attention and masks be exchanged (`AttentionInterface`,
-`AttentionMaskInterface`); ours finds the sequence of each token, writes its keys and values there, and lets it see what
-the family's own mask function allows.
+family's own code on one big product. Where layers have a state, several tokens of a sequence come in a row of their
+own, `[sequences, tokens, hidden]`, because they change the state one after the other. transformers lets attention and
+masks be exchanged (`AttentionInterface`, `AttentionMaskInterface`); ours finds the sequence of each token, writes its
+keys and values there, and lets it see what the family's own mask function allows.
 
 The kind of batch decides where keys and values are kept: in contiguous stores (`contiguous_attention`) or in pages of a
 pool (`paged_attention`). The layers pass neither batch nor cache to the attention function, so each thread remembers
@@ -22,8 +23,9 @@ from typing import Any, cast
 import torch
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.cache_utils import Cache
 from transformers.masking_utils import causal_mask_function
+
+from swarm.models.attention.sequence_states import StateBatch, StatefulCache
 
 PACKED_IMPLEMENTATION = "swarm_packed"
 """The attention implementation, as the models' configs name it."""
@@ -42,16 +44,18 @@ class KeysStored(Exception):
     """Ends a layer's forward when its keys and values are stored, if nothing else of it is needed."""
 
 
-class PackedBatch(Cache):
+class PackedBatch(StatefulCache):
     """What the layers get in place of a cache. Subclasses keep keys and values, and compute attention.
 
     Args:
         longest: positions that the longest sequence of the batch will have.
+        states: the states of the rows, for layers that have any; None if they cannot have.
     """
 
-    def __init__(self, longest: int = 1) -> None:
+    def __init__(self, longest: int = 1, states: StateBatch | None = None) -> None:
         super().__init__(layers=[])
         self._longest = longest
+        self._states = states
         self._stored_keys: torch.Tensor | None = None
         self._unanswered_writes = 0
 
@@ -71,11 +75,18 @@ class PackedBatch(Cache):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Store `[tokens, heads, 1, dim]`, and return just that: attention reads the past where it is stored."""
+        """Store `[rows, heads, tokens, dim]`, and return just that: attention reads the past where it is stored."""
         self._unanswered_writes += 1
-        self.write_kv(layer_idx, key_states, value_states)
+        self.write_kv(layer_idx, packed_heads(key_states), packed_heads(value_states))
         self._stored_keys = key_states
         return key_states, value_states
+
+    @property
+    def states(self) -> StateBatch:
+        """The states of the rows. Raises `PackingUnsupported` if there cannot be any."""
+        if self._states is None:
+            raise PackingUnsupported("the layers keep states, which this layout of the cache does not")
+        return self._states
 
     def attend(
         self,
@@ -102,9 +113,15 @@ class PackedBatch(Cache):
             raise PackingUnsupported("the layers change keys before attention, or share them between layers")
         return self.compute_attention(query_NH1D, expand, width, mask, scale, extra)
 
-    def require_attention_called(self) -> None:
-        """Raise `PackingUnsupported` if a layer did not call this attention."""
-        if self._unanswered_writes or self._stored_keys is None:
+    def finish(self, may_lack_keys: bool = False) -> None:
+        """End a forward. Raises `PackingUnsupported` if a layer did not call this attention.
+
+        Args:
+            may_lack_keys: whether there may be no layer that keeps keys and values.
+        """
+        if self._states is not None:
+            self._states.finish()
+        if self._unanswered_writes or (self._stored_keys is None and not may_lack_keys):
             raise PackingUnsupported(
                 "the layers bypass transformers' AttentionInterface, so packed tokens cannot be computed"
             )
@@ -210,10 +227,19 @@ def _attention(
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """The attention function that transformers calls, on `[tokens, heads, 1, dim]`."""
-    if not isinstance(attention_mask, PackedMask) or query.shape[2] != 1:
+    if not isinstance(attention_mask, PackedMask):
         raise PackingUnsupported("the layers call attention in an unknown way")
     extra = AttentionExtras(kwargs.get("softcap"), kwargs.get("s_aux"))
-    return active_batch().attend(module, query, key, value.shape[-1], attention_mask, scaling, extra), None
+    output_N1HD = active_batch().attend(
+        module, packed_heads(query), key, value.shape[-1], attention_mask, scaling, extra
+    )
+    return output_N1HD.reshape(query.shape[0], query.shape[2], *output_N1HD.shape[2:]), None
+
+
+def packed_heads(tensor_RHTD: torch.Tensor) -> torch.Tensor:
+    """Queries, keys or values of rows of tokens as those of single tokens, `[rows * tokens, heads, 1, dim]`."""
+    rows, heads, tokens, dim = tensor_RHTD.shape
+    return tensor_RHTD if tokens == 1 else tensor_RHTD.transpose(1, 2).reshape(rows * tokens, heads, 1, dim)
 
 
 def _mask(*args: Any, mask_function: MaskFunction, **kwargs: Any) -> PackedMask:

@@ -23,7 +23,7 @@ from transformers import CONFIG_MAPPING, AutoConfig, GenerationConfig, PreTraine
 
 from swarm.common.files.checked_json import fields, mapping, parse_json, text
 from swarm.errors import CheckpointError, HubUnreachable, InvalidSpan, ModelNotFound, UnsupportedModel, UsageError
-from swarm.models.checkpoints import config_limits
+from swarm.models.checkpoints import config_limits, packed_weights
 from swarm.models.checkpoints.block_digest import block_digest
 from swarm.models.checkpoints.part_folder import PARTS_FILE, PartFolder, read_part_folder
 from swarm.models.checkpoints.safetensors_header import DTYPES, read_header
@@ -347,6 +347,8 @@ def _read_config(fetch: Callable[[str], Path], source: str) -> PreTrainedConfig:
             config = families.text_config(_whole_config(path))
             families.check_supported(config)
             problem = config_limits.values_problem(lambda name: getattr(config, name, None))
+            if not problem and (problem := packed_weights.format_problem(packed_weights.quantization_of(config))):
+                raise UnsupportedModel(f"{source} cannot be loaded: {problem}")
     except UnsupportedModel:
         raise
     except Exception as error:  # foreign input; each family's config class raises its own errors

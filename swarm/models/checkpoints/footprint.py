@@ -11,7 +11,14 @@ from torch import nn
 
 from swarm.models.checkpoints.checkpoint import Checkpoint
 from swarm.models.cutting import cut_layers, families
+from swarm.models.cutting.model_inspection import ModelStructure
 from swarm.models.weights.quantization import NONE, quantizable, quantized_bytes
+
+STATE_TOKENS = 2048
+"""Tokens of the cache for which there is memory for the states of one sequence."""
+
+STATE_VALUE_BYTES = 4
+"""States are mostly float32, whatever the model's dtype is."""
 
 
 @dataclass(frozen=True)
@@ -20,15 +27,21 @@ class MemoryFootprint:
 
     Attributes:
         block_bytes: bytes of each block's weights.
-        cache_bytes_per_token: bytes that one position takes in the attention cache of one block.
+        cache_bytes: bytes that one position takes in the attention cache of each block. A state, which a sequence has
+            however long it is, is counted as `STATE_TOKENS` positions.
     """
 
     block_bytes: tuple[int, ...]
-    cache_bytes_per_token: int
+    cache_bytes: tuple[int, ...]
+
+    @property
+    def cache_bytes_per_token(self) -> int:
+        """Bytes that one position takes in any block at most."""
+        return max(self.cache_bytes)
 
     def span_bytes(self, start: int, end: int, cache_tokens: int) -> int:
         """Bytes of blocks [start, end) with a full cache."""
-        return sum(self.block_bytes[start:end]) + (end - start) * cache_tokens * self.cache_bytes_per_token
+        return sum(self.block_bytes[start:end]) + cache_tokens * sum(self.cache_bytes[start:end])
 
 
 def memory_footprint(checkpoint: Checkpoint, dtype: torch.dtype, quant: str = NONE) -> MemoryFootprint:
@@ -42,7 +55,22 @@ def memory_footprint(checkpoint: Checkpoint, dtype: torch.dtype, quant: str = NO
     if quant != NONE:
         for block, linears in enumerate(_linears(checkpoint)):
             block_bytes[block] -= sum(_saved_bytes(linear, dtype, quant) for linear in linears)
-    return MemoryFootprint(tuple(block_bytes), structure.cached_values_per_token * dtype.itemsize)
+    return MemoryFootprint(tuple(block_bytes), cache_bytes(structure, dtype))
+
+
+def cache_bytes(structure: ModelStructure, dtype: torch.dtype) -> tuple[int, ...]:
+    """See `MemoryFootprint.cache_bytes`."""
+    states = state_bytes(structure)
+    return tuple(
+        values * dtype.itemsize + -(-state // STATE_TOKENS)
+        for values, state in zip(structure.cached_values, states, strict=True)
+    )
+
+
+def state_bytes(structure: ModelStructure) -> tuple[int, ...]:
+    """Bytes that each block keeps of a sequence, however long it is: the state as it is, as a step leaves it, and that
+    of the kept point (`swarm.models.attention.sequence_states`)."""
+    return tuple(3 * STATE_VALUE_BYTES * values for values in structure.state_values)
 
 
 def _linears(checkpoint: Checkpoint) -> Iterator[list[nn.Module]]:

@@ -76,8 +76,6 @@ def load_partial_model(
         CheckpointError: tensors are missing, do not fit the model, or are packed in a way that is not read.
     """
     quantization = None if converted else packed_weights.quantization_of(config)
-    if problem := packed_weights.format_problem(quantization):
-        raise CheckpointError(f"this checkpoint cannot be loaded here: {problem}")
     if not converted:
         tensors = packed_weights.unpack(tensors, quantization, dtype)
     is_unpacked = not packed_weights.is_bitsandbytes(quantization)

@@ -22,6 +22,10 @@ LAYER_INDEX_ATTRIBUTES = ("layer_idx", "layer_id")
 """Attribute names under which families store a layer's index in the attention cache."""
 
 
+LAYER_TYPE_LISTS = ("layer_types", "layers_block_type")
+"""Attributes of configs that say what kind each layer is; some families compute them."""
+
+
 def find_layers(model: nn.Module, blocks: int) -> tuple[str, nn.Module, str]:
     """Find the decoder layers: path from `model`, the module that owns the list, and the list's name in that module."""
     for path, module in model.named_modules():
@@ -33,6 +37,14 @@ def find_layers(model: nn.Module, blocks: int) -> tuple[str, nn.Module, str]:
 
 def slice_config(config: PreTrainedConfig, span: Span, blocks: int) -> None:
     """Change `config` in place to describe only the blocks of `span`: slices every list with one entry per block."""
+    kind = type(config)
+    computed = {
+        name: getattr(config, name)[span.start : span.end]
+        for name in LAYER_TYPE_LISTS
+        if isinstance(getattr(kind, name, None), property)
+    }
+    if computed:  # by a rule about the whole model's blocks, which would name the wrong ones
+        config.__class__ = type(kind.__name__, (kind,), {"__module__": kind.__module__, **computed})
     for name, value in vars(config).items():
         if isinstance(value, (list, tuple)) and len(value) == blocks and name != "architectures":
             setattr(config, name, value[span.start : span.end])

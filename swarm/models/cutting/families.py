@@ -28,9 +28,15 @@ from swarm.errors import UnsupportedModel
 UNSUPPORTED_FAMILIES = {
     "gemma3n_text": "its later layers reuse the keys and values of earlier ones",
     "hrm_text": "it runs its layers in cycles",
+    "inkling_text": "its attention depends on the longest text that is computed at once",
+    "minimax": "its states lie in a cache of its own kind",
+    "recurrent_gemma": "it keeps the states of its layers in the model itself",
+    "zamba": "its layers share weights",
+    "zamba2": "its layers share weights",
+    "zaya": "it keeps weights beside its layers",
     "longcat_flash": "each of its layers holds two attention layers",
 }
-"""Families whose blocks exchange more than one hidden state, with the reason."""
+"""Families whose blocks exchange more than hidden states, or keep what a server cannot keep for a session."""
 
 SAME_FAMILY = {"kimi_k2": "deepseek_v3"}
 """Types of models that are published with code of their own, and the family of transformers that computes the same."""
@@ -50,7 +56,7 @@ WRAPPERS = frozenset(
         *("qwen3_vl_moe", "glm4v", "glm46v", "glm4v_moe", "internvl", "llava", "llava_next", "llava_onevision", "aria"),
         *("exaone4_5", "idefics3", "smolvlm", "ovis2", "got_ocr2", "video_llama_3", "lighton_ocr", "janus", "fuyu"),
         *("deepseek_vl", "vipllava", "hyperclovax_vision_v2", "moss_transcribe_diarize", "voxtral", "qwen2_audio"),
-        *("qwen3_5", "qwen3_5_moe", "lfm2_vl", "minimax_m3_vl"),
+        *("qwen3_5", "qwen3_5_moe", "lfm2_vl"),
     }
 )
 """Wrappers that compute a text as the model inside does, each compared with it by a test. Some others do not: in
@@ -59,8 +65,14 @@ paligemma each token of a prompt sees the whole prompt, and aya_vision leaves ou
 POSITIONS_FROM_CACHE_LENGTH = {"llama4_text"}
 """Families that derive a token's position from the cache length, which differs between sequences of a batch."""
 
-SUPPORTED_LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
-"""Layer types that cache plain keys and values. Others keep, for example, a recurrent state, which cannot roll back."""
+LAYER_TYPES_WITH_STATES = {"linear_attention", "conv", "hybrid", "hybrid_sliding"}
+"""Layer types that keep a state, which each token changes, alone or beside keys and values."""
+
+SUPPORTED_LAYER_TYPES = {
+    *("full_attention", "sliding_attention", "chunked_attention", "attention", "mlp", "moe"),
+    *LAYER_TYPES_WITH_STATES,
+}
+"""Layer types that keep plain keys and values, a state, or nothing."""
 
 REQUIRED_FORWARD_ARGUMENTS = ("inputs_embeds", "attention_mask", "past_key_values", "use_cache")
 """Arguments with which a span calls the family's base model; a recurrent family takes a state instead."""
@@ -86,7 +98,7 @@ def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
     if text.model_type in EXPERTS_AS_IN_WRAPPER:
         conversions = get_checkpoint_conversion_mapping(EXPERTS_AS_IN_WRAPPER[text.model_type])
         register_checkpoint_conversion_mapping(text.model_type, conversions, overwrite=True)
-    for name in ("dtype", "quantization_config"):
+    for name in ("dtype", "quantization_config", "quantization"):
         if getattr(config, name, None) is not None:
             setattr(text, name, getattr(config, name))
     text.tie_word_embeddings = getattr(config, "tie_word_embeddings", text.tie_word_embeddings)
@@ -125,6 +137,11 @@ def check_supported(config: PreTrainedConfig) -> None:
         raise UnsupportedModel(f"{family!r} shares keys and values between layers, which may be on different servers")
     if getattr(config, "hidden_size_per_layer_input", 0):
         raise UnsupportedModel(f"each layer of this {family!r} has embeddings of its own, which servers do not get")
+
+
+def has_states(config: PreTrainedConfig) -> bool:
+    """Whether some layers of the whole model keep a state (`swarm.models.attention.sequence_states`)."""
+    return not LAYER_TYPES_WITH_STATES.isdisjoint(getattr(config, "layer_types", None) or ())
 
 
 def base_class(config: PreTrainedConfig) -> type[PreTrainedModel]:

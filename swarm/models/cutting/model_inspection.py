@@ -13,6 +13,7 @@ from transformers import PreTrainedConfig
 from transformers.pytorch_utils import Conv1D
 
 from swarm.models.attention.padded_kv import PaddedKV
+from swarm.models.attention.sequence_states import StagedStates, StateBatch, StatefulCache
 from swarm.models.cutting import cut_layers, families
 
 
@@ -24,13 +25,15 @@ class ModelStructure:
         layers_path: path from the family's base model to its decoder layers, such as "layers" or "decoder.layers".
         layer_outputs: what a layer returns: 0 for a tensor, n for a tuple of n values, of which the first is a tensor.
         block_parameters: number of weight values in each block.
-        cached_values_per_token: number of values that one position takes in the attention cache of one block.
+        cached_values: number of values that one position takes in the attention cache of each block.
+        state_values: number of values that each block keeps of a sequence, however long it is.
     """
 
     layers_path: str
     layer_outputs: int
     block_parameters: tuple[int, ...]
-    cached_values_per_token: int
+    cached_values: tuple[int, ...]
+    state_values: tuple[int, ...]
 
 
 def inspect_model(config: PreTrainedConfig) -> ModelStructure:
@@ -41,32 +44,66 @@ def inspect_model(config: PreTrainedConfig) -> ModelStructure:
     blocks = families.number_of_blocks(config)
     path, _, _ = cut_layers.find_layers(model, blocks)
     layers = model.get_submodule(path)
-    outputs, cached = _run_one_token(model, layers, config, blocks)
-    parameters = tuple(sum(p.numel() for p in layer.parameters()) for layer in layers)
-    return ModelStructure(path, outputs, parameters, cached)
-
-
-def _run_one_token(model: Any, layers: Any, config: PreTrainedConfig, blocks: int) -> tuple[int, int]:
     outputs = [0]
 
     def count_outputs(module: nn.Module, args: Any, output: Any) -> None:
         outputs[0] = len(output) if isinstance(output, tuple) else 0
 
     layers[0].register_forward_hook(count_outputs)
-    cache = PaddedKV(blocks)
+    cache = _TokenCache(blocks)
+    _run_one_token(model, config, cache)
+    kinds = getattr(config, "layer_types", None) or ["attention"] * blocks
+    for kind in set(kinds):
+        first = kinds.index(kind)
+        if not cache.was_written(first):  # an earlier layer failed
+            _run_one_token(cut_layers.slice_model(model, path, first, first + 1), config, cache)
+    parameters = tuple(sum(p.numel() for p in layer.parameters()) for layer in layers)
+    cached, states = (
+        tuple(
+            of(block) or max(of(other) for other in range(blocks) if kinds[other] == kinds[block])
+            for block in range(blocks)
+        )
+        for of in (cache.cached_values, cache.state_values)
+    )
+    if not any(cached) and not any(
+        states
+    ):  # an upper bound: no family caches more than a key and a value of full width
+        cached = (2 * config.hidden_size,) * blocks
+    return ModelStructure(path, outputs[0], parameters, cached, states)
+
+
+class _TokenCache(StatefulCache, PaddedKV):
+    """The cache of one token, which shows what each layer keeps."""
+
+    def __init__(self, blocks: int) -> None:
+        super().__init__(blocks)
+        self._staged = StagedStates(1)
+        self._states = StateBatch([(self._staged, 0, 1)])
+
+    @property
+    def states(self) -> StateBatch:
+        return self._states
+
+    def was_written(self, block: int) -> bool:
+        return bool(self.cached_values(block) or self.state_values(block))
+
+    def cached_values(self, block: int) -> int:
+        layer = self.layers[block]
+        if not layer.is_initialized:
+            return 0
+        return sum(one.shape[1] * one.shape[3] for one in (layer.keys, layer.values) if one is not None)
+
+    def state_values(self, block: int) -> int:
+        self._states.finish()
+        return sum(state.numel() for (layer, _, _), state in self._staged.result.items() if layer == block)
+
+
+def _run_one_token(model: Any, config: PreTrainedConfig, cache: PaddedKV) -> None:
     # A mixture of experts routes by values, which the meta device does not have. The run then fails in the first layer,
     # after its attention, with whatever error the family's code raises. Such layers return tensors, and by then the
     # cache has been written.
     with suppress(Exception), torch.device("meta"):
         model(inputs_embeds=torch.empty(1, 1, config.hidden_size), past_key_values=cache, use_cache=True)
-    written = [layer for layer in cache.layers if layer.is_initialized]
-    if not written:  # an upper bound: no family caches more than a key and a value of full width
-        return outputs[0], 2 * config.hidden_size
-    return outputs[0], max(_values(layer.keys) + _values(layer.values) for layer in written)
-
-
-def _values(storage: torch.Tensor) -> int:
-    return storage.shape[1] * storage.shape[3]
 
 
 @dataclass(frozen=True)

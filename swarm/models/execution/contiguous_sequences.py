@@ -7,25 +7,27 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 
 from swarm.data_structures import StepLayout
 from swarm.errors import WrongPosition
 from swarm.models.attention.contiguous_attention import ContiguousBatch, ContiguousKV, ContiguousSegment
+from swarm.models.attention.sequence_states import StateHistory
 from swarm.models.execution.span_model import SpanModel
 from swarm.models.execution.step_part import StepPart, adapter_segments
 
 
 @dataclass
 class StagedContiguousSequences:
-    """Sequences as a step leaves them: `starts` are their lengths before the step's tokens, `lengths` after them."""
+    """Sequences as a step of this layout and these inputs, packed, leaves them."""
 
     sequences: ContiguousSequences
     store: ContiguousKV
-    starts: tuple[int, ...]
-    lengths: tuple[int, ...]
+    layout: StepLayout
+    inputs: torch.Tensor
 
     @property
     def stores(self) -> tuple[ContiguousKV, ...]:
@@ -38,7 +40,8 @@ class StagedContiguousSequences:
 
     def commit(self) -> None:
         """Make them the session's sequences."""
-        self.sequences.store, self.sequences.lengths = self.store, self.lengths
+        self.sequences.store, self.sequences.lengths = self.store, self.layout.lengths
+        self.sequences.history.commit(self.store.states, self.layout, self.inputs)
 
 
 class ContiguousSequences:
@@ -46,6 +49,7 @@ class ContiguousSequences:
 
     Attributes:
         lengths: positions of each sequence.
+        history: the states of layers that have one.
 
     Args:
         max_length: positions that no sequence will exceed; None if that is not known.
@@ -54,16 +58,21 @@ class ContiguousSequences:
     def __init__(self, max_length: int | None = None) -> None:
         self.store = ContiguousKV(0, max_length)
         self.lengths: tuple[int, ...] = ()
+        self.history = StateHistory()
 
-    def stage(self, layout: StepLayout) -> StagedContiguousSequences:
+    def inputs_again(self, layout: StepLayout) -> list[torch.Tensor] | None:
+        """See `StateHistory.inputs_again`."""
+        return self.history.inputs_again(layout)
+
+    def stage(self, layout: StepLayout, inputs: torch.Tensor) -> StagedContiguousSequences:
         """The sequences copied and rolled back as the layout says."""
-        ends = tuple(start + count for start, count in zip(layout.starts, layout.counts, strict=True))
         store = self._arrange(layout)
-        store.reserve(max(ends))
+        store.reserve(max(layout.lengths))
+        store.states = self.history.stage(layout)
         if store is self.store:
             # The step overwrites what lies behind a start. If it fails, the session must not continue from there.
             self.lengths = tuple(map(min, self.lengths, layout.starts))
-        return StagedContiguousSequences(self, store, layout.starts, ends)
+        return StagedContiguousSequences(self, store, layout, inputs)
 
     def _arrange(self, layout: StepLayout) -> ContiguousKV:
         known = len(self.lengths)
@@ -99,7 +108,10 @@ class WholeSequences:
 
     lengths: tuple[int, ...] = ()
 
-    def stage(self, layout: StepLayout) -> StagedWholeSequences:
+    def inputs_again(self, layout: StepLayout) -> None:
+        """Nothing goes back."""
+
+    def stage(self, layout: StepLayout, inputs: torch.Tensor) -> StagedWholeSequences:
         """Room for just the tokens of the step. Raises `WrongPosition` if it continues anything."""
         if any(layout.starts) or layout.sources is not None:
             raise WrongPosition("the sequences of a forward without a session begin at position 0")
@@ -111,11 +123,70 @@ class WholeSequences:
 
 
 def compute_parts(model: SpanModel, parts: Sequence[StepPart]) -> list[torch.Tensor]:
-    """One forward for all parts, whose sequences are staged ones of this module; the outputs of each part."""
+    """The outputs of each part, whose sequences are staged ones of this module: one forward for all parts.
+
+    Where layers have states, several tokens of a sequence have a forward of their own, with those of its neighbors that
+    bring as many; single tokens share one.
+    """
+    if model.has_states and any(count > 1 for part in parts for count in part.layout.counts):
+        return _compute_rows(model, parts)
     hidden_NH, positions, batch = _packed(parts)
     with model.adapted.activate(adapter_segments(parts)), model.text_lengths(parts):
         output_NH = model.forward_tokens(hidden_NH, positions, batch)
     return list(output_NH.split([len(part.inputs) for part in parts]))
+
+
+def _compute_rows(model: SpanModel, parts: Sequence[StepPart]) -> list[torch.Tensor]:
+    outputs = [torch.empty_like(part.inputs) for part in parts]
+    together: list[_ChosenTokens] = []
+    for part, output in zip(parts, outputs, strict=True):
+        token = 0
+        numbered = zip(itertools.count(), part.layout.starts, part.layout.counts)
+        for (count, has_begun), group in itertools.groupby(numbered, key=lambda one: (one[2], one[1] > 0)):
+            chosen = [number for number, _, _ in group]
+            tokens = torch.arange(token, token + count * len(chosen), device=output.device).view(len(chosen), count)
+            token += count * len(chosen)
+            if count == 1:
+                together.append(_choose_tokens(part, output, chosen, tokens))
+            elif has_begun and model.strategy.by_token:
+                for one in range(count):
+                    _compute_into([_choose_tokens(part, output, chosen, tokens[:, one : one + 1], one)], model)
+            elif count:
+                _compute_into([_choose_tokens(part, output, chosen, tokens)], model, count)
+    if together:
+        _compute_into(together, model)
+    return outputs
+
+
+class _ChosenTokens(NamedTuple):
+    """Some tokens of a part, where they are in it, and where all its outputs go."""
+
+    part: StepPart
+    tokens: torch.Tensor
+    output: torch.Tensor
+
+
+def _choose_tokens(
+    part: StepPart, output: torch.Tensor, sequences: Sequence[int], tokens_ST: torch.Tensor, behind: int = 0
+) -> _ChosenTokens:
+    """The tokens of some sequences, of each from so many behind its first one on."""
+    starts, counts = list(part.layout.starts), [0] * part.layout.sequences
+    for number in sequences:
+        starts[number] += behind
+        counts[number] = tokens_ST.shape[1]
+    tokens = tokens_ST.flatten()
+    layout = replace(part.layout, starts=tuple(starts), counts=tuple(counts))
+    return _ChosenTokens(replace(part, layout=layout, inputs=part.inputs[tokens]), tokens, output)
+
+
+def _compute_into(chosen: Sequence[_ChosenTokens], model: SpanModel, tokens: int = 1) -> None:
+    """Compute parts whose sequences bring so many tokens each, or none, and put their outputs where they belong."""
+    parts = [one.part for one in chosen]
+    hidden_NH, positions, batch = _packed(parts)
+    with model.adapted.activate(adapter_segments(parts)), model.text_lengths(parts):
+        output_NH = model.forward_tokens(hidden_NH, positions, batch, tokens)
+    for one, output in zip(chosen, output_NH.split([len(part.inputs) for part in parts]), strict=True):
+        one.output[one.tokens] = output
 
 
 def fill_parts(model: SpanModel, parts: Sequence[StepPart]) -> None:

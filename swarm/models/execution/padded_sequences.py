@@ -69,7 +69,10 @@ class PaddedSequences:
         """Positions of each sequence."""
         return tuple(one.length for one in self.sequences)
 
-    def stage(self, layout: StepLayout) -> StagedPaddedSequences:
+    def inputs_again(self, layout: StepLayout) -> None:
+        """Keys and values go back by themselves."""
+
+    def stage(self, layout: StepLayout, inputs: torch.Tensor) -> StagedPaddedSequences:
         """The sequences copied and rolled back as the layout says."""
         sources = layout.sources if layout.sources is not None else range(layout.sequences)
         staged = []

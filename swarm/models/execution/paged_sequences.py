@@ -110,7 +110,10 @@ class PagedSequences:
         self.lease = PageLease(pool, ())
         self.lengths: tuple[int, ...] = ()
 
-    def stage(self, layout: StepLayout) -> StagedPagedSequences:
+    def inputs_again(self, layout: StepLayout) -> None:
+        """Keys and values go back by themselves."""
+
+    def stage(self, layout: StepLayout, inputs: torch.Tensor) -> StagedPagedSequences:
         """The sequences copied and rolled back as the layout says, with pages for the tokens that they bring.
 
         Raises `torch.OutOfMemoryError`, and changes nothing, if the pool cannot grow.
@@ -209,7 +212,10 @@ class WholePagedSequences:
     def __init__(self, pool: PagePool) -> None:
         self._pool = pool
 
-    def stage(self, layout: StepLayout) -> StagedWholePages:
+    def inputs_again(self, layout: StepLayout) -> None:
+        """Keys and values go back by themselves."""
+
+    def stage(self, layout: StepLayout, inputs: torch.Tensor) -> StagedWholePages:
         """No pages yet. Raises `WrongPosition` if the step continues anything."""
         if any(layout.starts) or layout.sources is not None:
             raise WrongPosition("the sequences of a forward without a session begin at position 0")

@@ -48,8 +48,15 @@ class SequenceStorage(Protocol):
     def lengths(self) -> tuple[int, ...]:
         """Positions of each sequence."""
 
-    def stage(self, layout: StepLayout) -> StagedSequences:
-        """Copy and roll back sequences as the layout says, without changing what the session could continue from."""
+    def inputs_again(self, layout: StepLayout) -> list[torch.Tensor] | None:
+        """What has to be computed again before a step's own tokens, `[tokens, hidden]` for each sequence; or None."""
+
+    def stage(self, layout: StepLayout, inputs: torch.Tensor) -> StagedSequences:
+        """Copy and roll back sequences as the layout says, without changing what the session could continue from.
+
+        Args:
+            inputs: the step's tokens, packed.
+        """
 
 
 @dataclass
@@ -63,6 +70,7 @@ class StepComputation:
         adapter: what the client adds to the blocks.
         exits: where its tokens may leave, and have left; None if all pass every block.
         tokens_done: how many of the packed tokens are computed.
+        again: how many tokens of each sequence are computed again, and are no part of the output.
     """
 
     model: SpanModel
@@ -72,14 +80,18 @@ class StepComputation:
     adapter: AdapterWeights = field(default_factory=dict)
     exits: StepExits | None = None
     tokens_done: int = 0
+    again: tuple[int, ...] | None = None
     _outputs: list[torch.Tensor] = field(default_factory=list)
 
     @property
     def output(self) -> torch.Tensor:
-        """What is computed so far, `[tokens_done, hidden]`."""
+        """What is computed so far, `[tokens_done, hidden]`; of a step with `again`, only when all of it is."""
         if len(self._outputs) != 1:
             self._outputs = [torch.cat(self._outputs) if self._outputs else self.inputs[:0]]
-        return self._outputs[0]
+        if self.again is None:
+            return self._outputs[0]
+        pieces = self._outputs[0].split(list(self.layout.counts))
+        return torch.cat([piece[again:] for piece, again in zip(pieces, self.again, strict=True)])
 
     @property
     def tokens_left(self) -> int:
@@ -177,7 +189,15 @@ class SessionCache:
         which it rolled back stay so.
         """
         self.validate_layout(layout)
-        return StepComputation(self.model, layout, packed_TH, self._storage.stage(layout), self.adapter, exits)
+        again = self._storage.inputs_again(layout)
+        lengths = None
+        if again is not None:
+            lengths = tuple(map(len, again))
+            own = packed_TH.split(list(layout.counts))
+            packed_TH = torch.cat([piece for pair in zip(again, own, strict=True) for piece in pair])
+            layout = layout.moved_back(lengths)
+        staged = self._storage.stage(layout, packed_TH)
+        return StepComputation(self.model, layout, packed_TH, staged, self.adapter, exits, again=lengths)
 
     def step(self, packed_TH: torch.Tensor, layout: StepLayout) -> torch.Tensor:
         """Compute a whole step and append it to the cache; the outputs, packed alike."""

@@ -16,6 +16,7 @@ from swarm.models.adapters.adapter_batch import active_adapters
 from swarm.models.adapters.layer_hooks import AdaptedLayers
 from swarm.models.attention.multi_session_attention import ActiveBatch, KeysOnlyBatch, KeysStored, PackedBatch
 from swarm.models.attention.padded_kv import PaddedKV
+from swarm.models.cutting import families
 from swarm.models.execution.cuda_graphs import DecodeGraphs
 from swarm.models.execution.hooked_module import HookedModule
 from swarm.models.execution.step_part import StepPart
@@ -46,6 +47,7 @@ class SpanModel:
         digests: one a block, see `swarm.models.checkpoints.block_digest`.
         weight_bytes: memory that the weights take, in whatever form they are held.
         positions: how many positions the model's tables hold, or None if it computes any position.
+        has_states: whether there are layers with a state. Then several tokens of a sequence come in a row of their own.
         graphs: the recorded decode steps, if the strategy has any.
         adapted: the layers, where adapters are added to them.
         exits: where tokens may leave; None if they pass all blocks.
@@ -75,6 +77,7 @@ class SpanModel:
         self.device = next(cut.layers.parameters()).device
         self.weight_bytes = weight_bytes(cut.module) if flash is None else flash.weight_bytes
         self.positions = cut.positions
+        self.has_states = families.has_states(config)
         self.graphs: DecodeGraphs | None = None
         if strategy.graph_recorder is not None and strategy.paging is not None:
             like = torch.empty(0, hidden_size, dtype=self.dtype, device=self.device)
@@ -158,7 +161,7 @@ class SpanModel:
 
         Not with recorded decode steps: a pass is cut wherever a part begins or ends, and only the whole is recorded.
         """
-        return self.strategy.packed and self.flash is None and self._whole.strategy.graph_recorder is None
+        return self.can_fill and self._whole.strategy.graph_recorder is None
 
     def token_cost(self, terms: ExitThresholds | None = None) -> float:
         """What a token costs at most, in blocks: those that it passes, and the head's share where it may leave."""
@@ -171,7 +174,7 @@ class SpanModel:
     @property
     def can_fill(self) -> bool:
         """Whether keys and values can be stored without computing the blocks (`fill_tokens`)."""
-        return self.strategy.packed and self.flash is None
+        return self.strategy.packed and self.flash is None and not self.has_states
 
     def new_padded_kv(self, max_length: int | None = None) -> PaddedKV:
         """An empty attention cache for the padded layout, of sequences that have `max_length` slots at most."""
@@ -250,18 +253,27 @@ class SpanModel:
                 cache.length = past + new
 
     @torch.inference_mode()
-    def forward_tokens(self, hidden_NH: torch.Tensor, positions: Sequence[int], batch: PackedBatch) -> torch.Tensor:
+    def forward_tokens(
+        self, hidden_NH: torch.Tensor, positions: Sequence[int], batch: PackedBatch, tokens: int = 1
+    ) -> torch.Tensor:
         """Run the span over packed tokens, each of which sees the past of its own sequence.
 
         Args:
             hidden_NH: `[tokens, hidden]`, in this span's dtype and on its device.
             positions: the position of each token, as the model is told.
             batch: which sequences the tokens belong to, and where their keys and values go.
+            tokens: of each sequence, if the layers have to see a row for each; only for models that `has_states`.
 
         Returns:
             outputs `[tokens, hidden]`. The strategy has to be a packed one.
         """
-        return self.run_packed(hidden_NH, torch.tensor(positions, device=self.device).unsqueeze(1), batch)
+        positions_RT = torch.tensor(positions, device=self.device).view(-1, tokens)
+        if tokens == 1:
+            return self.run_packed(hidden_NH, positions_RT, batch)
+        with ActiveBatch(batch):
+            output_RTH = self.run_modules(batch, hidden_NH.view(*positions_RT.shape, -1), positions_RT)
+        batch.finish(may_lack_keys=self.has_states)
+        return output_RTH.flatten(0, 1)
 
     @torch.inference_mode()
     def fill_tokens(self, hidden_NH: torch.Tensor, positions: Sequence[int], batch: PackedBatch) -> None:
@@ -279,7 +291,7 @@ class SpanModel:
             keys_only = KeysOnlyBatch(batch)
             with ActiveBatch(keys_only), suppress(KeysStored):
                 self.narrowed(Span(block, block + 1)).run_modules(keys_only, hidden_NH.unsqueeze(1), positions_N1)
-            keys_only.require_attention_called()
+            keys_only.finish()
 
     def run_packed(self, hidden_NH: torch.Tensor, positions_N1: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
         """`forward_tokens` for positions that are on the device already. Only in inference mode."""
@@ -289,18 +301,18 @@ class SpanModel:
                 output_N1H = flat(hidden_NH.unsqueeze(1), positions_N1)
             else:
                 output_N1H = self.run_modules(batch, hidden_NH.unsqueeze(1), positions_N1)
-        batch.require_attention_called()
+        batch.finish(may_lack_keys=self.has_states)
         return output_N1H.squeeze(1)
 
-    def run_modules(self, batch: PackedBatch, hidden_N1H: torch.Tensor, positions_N1: torch.Tensor) -> torch.Tensor:
+    def run_modules(self, batch: PackedBatch, hidden_RTH: torch.Tensor, positions_RT: torch.Tensor) -> torch.Tensor:
         """`run_packed` by the family's own modules, for any kind of batch."""
         arguments: dict[str, Any] = {
-            "inputs_embeds": hidden_N1H.clone(),  # some families scale it in place
+            "inputs_embeds": hidden_RTH.clone(),  # some families scale it in place
             "attention_mask": None,
             "past_key_values": batch,
             "use_cache": True,
         }
         if self.cut.takes_positions:
-            arguments["position_ids"] = positions_N1
+            arguments["position_ids"] = positions_RT
         self.cut.attention.use_packed_attention()
-        return self.cut.run(hidden_N1H, arguments)
+        return self.cut.run(hidden_RTH, arguments)

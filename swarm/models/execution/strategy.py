@@ -31,6 +31,8 @@ class ExecutionStrategy:
         flat: the traced forward of packed tokens; None to run the family's modules.
         traced_fill: stores keys and values of tokens that skip the blocks; None to run the family's modules for that.
         graph_recorder: records decode steps as graphs, see `cuda_graphs`; None to record nothing. Needs pages.
+        by_token: whether a sequence that has begun is continued by one token at a time, because the family's layers
+            forget its state if several come (Mamba's first kind).
     """
 
     layout: CacheLayout = "padded"
@@ -38,6 +40,7 @@ class ExecutionStrategy:
     flat: FlatForward | None = None
     traced_fill: TokenFill | None = None
     graph_recorder: GraphRecorder | None = None
+    by_token: bool = False
 
     def __post_init__(self) -> None:
         if (self.paging is not None) != (self.layout == "paged"):

@@ -136,7 +136,8 @@ class RequestAccount:
         if step.sources is not None and self._model.strategy.paging is None:
             slots = len(step.sources) * (max(step.starts, default=0) + max(step.counts))
             room = self.pool.quota // 2 - received - computing
-            copied = max(0, min(slots * self._limits.slot_bytes * self._model.span.length, room))
+            states = len(step.sources) * self._limits.sequence_bytes
+            copied = max(0, min(slots * self._limits.slot_bytes * self._model.span.length + states, room))
         return computing + copied
 
     def _tokens_bytes(self, tokens: int, limit: int) -> int:
@@ -148,7 +149,8 @@ class RequestAccount:
         if tokens > self._limits.step_tokens:
             return 0
         slots = forward_slots(self._model.strategy, message.counts) * self._limits.slot_bytes * blocks
-        return self._tokens_bytes(tokens, self._limits.step_tokens) + slots
+        states = len(message.counts) * self._limits.sequence_bytes
+        return self._tokens_bytes(tokens, self._limits.step_tokens) + slots + states
 
     def _backward_bytes(self, peer: str, message: messages.BackwardRequest) -> int:
         tokens, limit = sum(message.counts), self._limits.backward_tokens

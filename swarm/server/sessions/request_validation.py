@@ -27,6 +27,7 @@ class RequestLimits:
         streams: open connections of one peer. Another server needs one for each session that it pushes to.
         memory: bytes that all requests on their way may take, see `request_memory`.
         slot_bytes: bytes of a position's keys and values in one block.
+        sequence_bytes: bytes of the states of a sequence in all blocks.
     """
 
     step_tokens: int = 16384
@@ -34,6 +35,7 @@ class RequestLimits:
     streams: int = messages.MAX_PEER_SESSIONS
     memory: int = DEFAULT_REQUEST_BYTES
     slot_bytes: int = 0
+    sequence_bytes: int = 0
 
 
 class RequestValidator:

@@ -12,7 +12,9 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 
+from swarm.data_structures import Span
 from swarm.errors import CacheFull, UnknownSession, WrongSpan
 from swarm.metrics.server import ServerObserver
 from swarm.protocol.messages import MAX_PEER_SESSIONS
@@ -24,6 +26,36 @@ RECONNECT_TIMEOUT_S = 30.0
 IDLE_TIMEOUT_S = 1800.0
 
 
+@dataclass(frozen=True)
+class CacheSizes:
+    """What a session keeps in a server's blocks, in bytes or in any other unit of memory.
+
+    Attributes:
+        span: the server's blocks.
+        token: what one position takes in each of them.
+        state: what a sequence takes in each, however long it is; 0 for blocks without a state.
+        token_buffer: what a session keeps of each position besides, whatever its blocks.
+        sequence_buffer: what it keeps of each sequence besides, if its blocks have states.
+        unit: what a token of the server's cache is, of all blocks.
+    """
+
+    span: Span
+    token: tuple[int, ...]
+    state: tuple[int, ...]
+    token_buffer: int
+    sequence_buffer: int
+    unit: int
+
+    def tokens(self, span: Span, sequences: int, max_length: int) -> int:
+        """Tokens of cache that sequences take in some of the blocks, rounded up."""
+        blocks = slice(span.start - self.span.start, span.end - self.span.start)
+        states = sum(self.state[blocks])
+        one = max_length * (sum(self.token[blocks]) + self.token_buffer)
+        if states:
+            one += states + self.sequence_buffer
+        return -(-sequences * one // self.unit)
+
+
 class SessionTable:
     """All sessions of a server.
 
@@ -32,10 +64,8 @@ class SessionTable:
         now: clock in seconds.
         peer_share: share of the cache that the sessions of one peer may reserve.
         page: tokens of the smallest piece in which cache is given out.
-        blocks: number of blocks among which a token's cache is divided; None if a session on some of the server's
-            blocks takes as much cache as one on all of them.
-        buffer_blocks: cache of how many blocks takes as much memory as the hidden states that a session keeps of each
-            token, whatever its blocks. Of use only with `blocks`.
+        sizes: what a session keeps in each of the server's blocks; None if a session on some of them takes as much
+            cache as one on all of them, and the same for each token.
         observer: is told of sessions that open and close.
 
     Attributes:
@@ -48,14 +78,12 @@ class SessionTable:
         now: Callable[[], float],
         peer_share: float = MAX_PEER_CACHE_SHARE,
         page: int = 1,
-        blocks: int | None = None,
-        buffer_blocks: int = 0,
+        sizes: CacheSizes | None = None,
         observer: ServerObserver | None = None,
     ) -> None:
         self.capacity = capacity // page * page
         self._page = page
-        self._blocks = blocks
-        self._buffer_blocks = buffer_blocks
+        self._sizes = sizes
         self._pool = MemoryPool(self.capacity, peer_share)
         self.ask_to_leave: Callable[[Session], None] = lambda session: None
         self._now = now
@@ -162,13 +190,10 @@ class SessionTable:
         session.last_seen = self._now()
 
     def tokens_reserved(self, terms: SessionTerms, sequences: int = 1) -> int:
-        """Tokens of cache that these sequences take: whole pages, and of those the share of the session's blocks and
-        buffers."""
-        tokens = sequences * -(-terms.max_length // self._page) * self._page
-        if self._blocks is None:
-            return tokens
-        own, whole = terms.span.length + self._buffer_blocks, self._blocks + self._buffer_blocks
-        return -(-tokens * own // whole)
+        """Tokens of cache that these sequences take: whole pages, or what the session's blocks and buffers take."""
+        if self._sizes is not None:
+            return self._sizes.tokens(terms.span, sequences, terms.max_length)
+        return sequences * -(-terms.max_length // self._page) * self._page
 
     def refuse_waiting(self) -> None:
         """From now on no session waits for cache."""

@@ -115,6 +115,15 @@ def test_tensors_of_another_shape_are_named_with_both_shapes(single):
         load_blockless_model(checkpoint, nn.Identity(), type("Mixin", (), {}), dtype=torch.float32)
 
 
+def test_weights_packed_in_a_way_that_is_not_read(single):
+    """It is said before anything is joined or loaded."""
+    config = json.loads((single / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "aqlm", "nbits_per_codebook": 16}
+    (single / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UnsupportedModel, match="packed by 'aqlm', which is not read here; use the model's checkpoint"):
+        open_checkpoint(single)
+
+
 @pytest.mark.parametrize("form", ["load_in_4bit", "load_in_8bit"])
 def test_a_config_that_calls_plain_weights_quantized(single, form):
     """The first step failed with an assertion of bitsandbytes, or computed with other weights than the digest's."""

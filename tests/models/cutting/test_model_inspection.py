@@ -25,5 +25,6 @@ def test_the_structure_of_a_family(family, tmp_path):
     span.forward(torch.randn(1, 3, span.hidden_size), cache)
     stored = [layer.keys.shape[1] * layer.keys.shape[3] + layer.values.shape[1] * layer.values.shape[3]
               for layer in cache.layers]  # fmt: skip
-    assert structure.cached_values_per_token >= max(stored[:1])
+    assert structure.cached_values == tuple(stored)
+    assert not any(structure.state_values)
     assert span.weight_bytes == 4 * sum(structure.block_parameters)

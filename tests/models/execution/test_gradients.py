@@ -29,7 +29,7 @@ TOLERANCE = 1e-4
 LAYOUT = StepLayout((0, 0, 0, 0), (5, 9, 0, 2), None, (0, 2, 0, 1))
 """Sequences of different lengths, longer than the zoo's windows and shorter than the prompts, one without tokens."""
 
-FAMILIES = (*JUDGED, "deepseek_v3")
+FAMILIES = (*JUDGED, "deepseek_v3", "qwen3_5_text")
 """Those that have to be exact, and latents."""
 
 

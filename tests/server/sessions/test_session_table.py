@@ -20,10 +20,12 @@ from swarm.server.sessions.session import Session, SessionTerms
 from swarm.server.sessions.session_table import (
     IDLE_TIMEOUT_S,
     RECONNECT_TIMEOUT_S,
+    CacheSizes,
     SessionTable,
 )
 from tests import virtual_time
 from tests.async_tests import as_test
+from tests.server.conversations import even_sizes
 
 CAPACITY = 100
 T = TypeVar("T")
@@ -61,6 +63,15 @@ def session(
     return Session(terms, cache)
 
 
+def test_states_are_reserved_once_for_each_sequence():
+    """In blocks that have them: the first and the last keep a state, the one between keeps keys and values."""
+    sizes = CacheSizes(Span(4, 7), (0, 6, 0), (300, 0, 300), token_buffer=1, sequence_buffer=60, unit=10)
+    sessions = SessionTable(1000, Clock(), peer_share=1.0, sizes=sizes)
+    for span, rows, reserved in ((Span(4, 7), 1, 101), (Span(4, 7), 2, 202), (Span(5, 6), 1, 35), (Span(4, 5), 3, 123)):
+        terms = session(1, max_length=50, span=span).terms
+        assert sessions.tokens_reserved(terms, rows) == reserved
+
+
 def test_rows_take_whole_pages():
     sessions = SessionTable(CAPACITY, Clock(), peer_share=1.0, page=16)
     assert sessions.capacity == 96
@@ -73,7 +84,7 @@ def test_rows_take_whole_pages():
 
 
 def test_a_session_reserves_the_share_of_its_blocks_rounded_up():
-    sessions = SessionTable(CAPACITY, Clock(), peer_share=1.0, blocks=3)
+    sessions = SessionTable(CAPACITY, Clock(), peer_share=1.0, sizes=even_sizes(Span(0, 3)))
     one = opened(sessions, session(1, max_length=10, span=Span(1, 2)))
     assert sessions.free == CAPACITY - 4
     for rows, reserved in ((2, 7), (3, 10), (4, 14)):
@@ -96,7 +107,7 @@ def test_a_session_reserves_the_share_of_its_blocks_rounded_up():
     rows=st.integers(0, 20),
 )
 def test_a_session_on_few_blocks_reserves_its_buffers_too(blocks, buffer_blocks, length, max_length, rows):
-    sessions = SessionTable(CAPACITY, Clock(), blocks=blocks, buffer_blocks=buffer_blocks)
+    sessions = SessionTable(CAPACITY, Clock(), sizes=even_sizes(Span(0, blocks), buffer_blocks))
     part = sessions.tokens_reserved(session(0, max_length=max_length, span=Span(0, min(blocks, length))).terms, rows)
     whole = sessions.tokens_reserved(session(0, max_length=max_length, span=Span(0, blocks)).terms, rows)
     assert whole == rows * max_length  # the same as if buffers were not counted
@@ -410,7 +421,7 @@ class Ledger(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.clock = Clock()
-        self.sessions = SessionTable(CAPACITY, self.clock, peer_share=1.0, blocks=3)
+        self.sessions = SessionTable(CAPACITY, self.clock, peer_share=1.0, sizes=even_sizes(Span(0, 3)))
         self.known: list[Session] = []
 
     @rule(
