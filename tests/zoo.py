@@ -138,6 +138,18 @@ TABLE: dict[str, dict[str, Any]] = {
         "qk_nope_head_dim": 16,
         "v_head_dim": 12,
     },
+    **{
+        family: {
+            **GATED,
+            **{"num_key_value_heads": 4, "moe_intermediate_size": 24, "n_routed_experts": 8, "n_group": 1},
+            **{"topk_group": 1, "num_experts_per_tok": 2, "first_k_dense_replace": 4, "q_lora_rank": 16},
+            **{"kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 12},
+            # Many heads: where all of them score a position 0, it is left to chance which one is chosen.
+            **{"index_topk": 4, "index_head_dim": 16, "index_n_heads": 16},
+            **({"indexer_types": ["full"] * BLOCKS} if family == "glm_moe_dsa" else {}),
+        }
+        for family in ("deepseek_v32", "glm_moe_dsa", "axk2")
+    },
     "glm4": {**GATED, "head_dim": 16},
     "glm4_moe": {
         **GATED,

@@ -115,6 +115,10 @@ def change_config(folder: Path, **changes: object) -> None:
         ({"model_type": "aya_vision"}, "whether it computes a text as that one does is not known"),
         ({"model_type": "mllama"}, "'mllama' adds images"),
         ({"model_type": "gemma4", "text_config": {"num_kv_shared_layers": 2}}, "shares keys and values"),
+        (
+            {"model_type": "glm_moe_dsa", "num_hidden_layers": 4, "indexer_types": ["full", "shared"] * 2},
+            "attend to what an earlier layer chose",
+        ),
         ({"model_type": "gemma4", "text_config": {"num_kv_shared_layers": 0}}, "embeddings of its own"),
     ],
 )

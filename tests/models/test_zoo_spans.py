@@ -150,7 +150,7 @@ REFUSED = [
     *("bert", "roberta", "albert"),  # encoders
     *("mamba", "falcon_mamba", "rwkv", "xlstm"),  # recurrent
     *("zamba", "zamba2", "inkling_text", "recurrent_gemma", "minimax", "zaya"),  # some layers recurrent
-    *("gemma3n_text", "gemma4_text", "hrm_text", "longcat_flash", "deepseek_v32"),  # not one cache entry a layer
+    *("gemma3n_text", "gemma4_text", "hrm_text", "longcat_flash", "deepseek_v4"),  # not one cache entry a layer
     *("git", "mllama"),  # several models in one
 ]
 

@@ -18,15 +18,21 @@ from swarm.models.attention.contiguous_attention import grown_capacity
 
 
 class PaddedKVLayer(CacheLayerMixin):
-    """Keys and values of one layer, `[sequences, heads, capacity, dim]`; the first `length` slots are used."""
+    """Keys and values of one layer, `[sequences, heads, capacity, dim]`; the first `length` slots are used.
+
+    Attributes:
+        index_keys: what layers that choose the positions to attend to choose them by, `[sequences, 1, capacity, dim]`;
+            None for others.
+    """
 
     is_sliding = False
     is_croppable = True
 
     def __init__(self, length: int = 0, max_length: int | None = None) -> None:
         super().__init__()
-        self.length = length
+        self.length = self._index_length = length
         self.max_length = max_length
+        self.index_keys: torch.Tensor | None = None
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         self.keys = key_states.new_empty(*key_states.shape[:2], 0, key_states.shape[-1])
@@ -50,6 +56,23 @@ class PaddedKVLayer(CacheLayerMixin):
         self.values[:, :, self.length : end] = value_states
         self.length = end
         return self.keys[:, :, :end], self.values[:, :, :end]
+
+    def update_indexer(self, indexer_key_states: torch.Tensor) -> torch.Tensor:
+        """Append index keys `[sequences, new, dim]` and return everything so far."""
+        new = indexer_key_states.unsqueeze(1)
+        if self.index_keys is None:
+            self.index_keys = new.new_empty(len(new), 1, 0, new.shape[-1])
+        end = self._index_length + new.shape[2]
+        if end > self.index_keys.shape[2]:
+            capacity = grown_capacity(self.index_keys.shape[2], end, self.max_length)
+            self.index_keys = _grown(self.index_keys, self._index_length, capacity)
+        self.index_keys[:, :, self._index_length : end] = new
+        self._index_length = end
+        return self.index_keys[:, 0, :end]
+
+    def truncate(self, length: int) -> None:
+        """Drop what lies at `length` and behind."""
+        self.length = self._index_length = length
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.length + query_length, 0
@@ -106,7 +129,7 @@ class PaddedKV(Cache):
         """Drop what lies at `length` and behind, in every layer; also repairs a forward that failed half-way."""
         self.length = length
         for layer in self.layers:
-            layer.length = length  # type: ignore[union-attr]
+            layer.truncate(length)  # type: ignore[union-attr]
 
     @classmethod
     def from_slices(cls, pieces: Sequence[PaddedSlice]) -> PaddedKV:
@@ -123,6 +146,9 @@ class PaddedKV(Cache):
             layer.keys = _assembled([source.keys for source in sources], pieces, length, capacity)
             layer.values = _assembled([source.values for source in sources], pieces, length, capacity)
             layer.is_initialized = True
+            if sources[0].index_keys is not None:
+                keys = [source.index_keys for source in sources]
+                layer.index_keys = _assembled(keys, pieces, length, capacity)  # type: ignore[union-attr]
         return result
 
 

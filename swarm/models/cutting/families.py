@@ -69,10 +69,10 @@ LAYER_TYPES_WITH_STATES = {"linear_attention", "conv", "hybrid", "hybrid_sliding
 """Layer types that keep a state, which each token changes, alone or beside keys and values."""
 
 SUPPORTED_LAYER_TYPES = {
-    *("full_attention", "sliding_attention", "chunked_attention", "attention", "mlp", "moe"),
+    *("full_attention", "sliding_attention", "chunked_attention", "indexed_attention", "attention", "mlp", "moe"),
     *LAYER_TYPES_WITH_STATES,
 }
-"""Layer types that keep plain keys and values, a state, or nothing."""
+"""Layer types that keep keys and values, a state, or nothing."""
 
 REQUIRED_FORWARD_ARGUMENTS = ("inputs_embeds", "attention_mask", "past_key_values", "use_cache")
 """Arguments with which a span calls the family's base model; a recurrent family takes a state instead."""
@@ -129,12 +129,16 @@ def check_supported(config: PreTrainedConfig) -> None:
     if unsupported:
         raise UnsupportedModel(
             f"{family!r} has layers of type {', '.join(unsupported)}; "
-            "swarm serves only layers that keep keys and values"
+            "swarm serves only layers that keep keys and values, or a state"
         )
     if any(name not in arguments for name in REQUIRED_FORWARD_ARGUMENTS):
         raise UnsupportedModel(f"{family!r} keeps no attention cache; swarm serves models whose layers use attention")
     if getattr(config, "num_kv_shared_layers", 0):
         raise UnsupportedModel(f"{family!r} shares keys and values between layers, which may be on different servers")
+    if "shared" in (getattr(config, "indexer_types", None) or ()):
+        raise UnsupportedModel(
+            f"some layers of this {family!r} attend to what an earlier layer chose, which may be on another server"
+        )
     if getattr(config, "hidden_size_per_layer_input", 0):
         raise UnsupportedModel(f"each layer of this {family!r} has embeddings of its own, which servers do not get")
 

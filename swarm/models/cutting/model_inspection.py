@@ -88,10 +88,11 @@ class _TokenCache(StatefulCache, PaddedKV):
         return bool(self.cached_values(block) or self.state_values(block))
 
     def cached_values(self, block: int) -> int:
-        layer = self.layers[block]
+        layer: Any = self.layers[block]
         if not layer.is_initialized:
             return 0
-        return sum(one.shape[1] * one.shape[3] for one in (layer.keys, layer.values) if one is not None)
+        stored = (layer.keys, layer.values, layer.index_keys)
+        return sum(one.shape[1] * one.shape[3] for one in stored if one is not None)
 
     def state_values(self, block: int) -> int:
         self._states.finish()
