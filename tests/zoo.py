@@ -148,7 +148,7 @@ TABLE: dict[str, dict[str, Any]] = {
             **{"index_topk": 4, "index_head_dim": 16, "index_n_heads": 16},
             **({"indexer_types": ["full"] * BLOCKS} if family == "glm_moe_dsa" else {}),
         }
-        for family in ("deepseek_v32", "glm_moe_dsa", "axk2")
+        for family in ("deepseek_v32", "glm_moe_dsa", "axk2", "dots3_note_text")
     },
     "glm4": {**GATED, "head_dim": 16},
     "glm4_moe": {

@@ -149,7 +149,7 @@ REFUSED = [
     *("t5", "bart"),  # encoder and decoder
     *("bert", "roberta", "albert"),  # encoders
     *("mamba", "falcon_mamba", "rwkv", "xlstm"),  # recurrent
-    *("zamba", "zamba2", "inkling_text", "recurrent_gemma", "minimax", "zaya"),  # some layers recurrent
+    *("zamba", "zamba2", "inkling_text", "inkling2_text", "qwen4_exp_text", "recurrent_gemma", "minimax", "zaya"),
     *("gemma3n_text", "gemma4_text", "hrm_text", "longcat_flash", "deepseek_v4"),  # not one cache entry a layer
     *("git", "mllama"),  # several models in one
 ]

@@ -12,8 +12,9 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from huggingface_hub import HfApi, constants, hf_hub_download, try_to_load_from_cache
@@ -346,7 +347,7 @@ def _read_config(fetch: Callable[[str], Path], source: str) -> PreTrainedConfig:
         if not problem:
             config = families.text_config(_whole_config(path))
             families.check_supported(config)
-            problem = config_limits.values_problem(lambda name: getattr(config, name, None))
+            problem = config_limits.values_problem(partial(_value, config))
             if not problem and (problem := packed_weights.format_problem(packed_weights.quantization_of(config))):
                 raise UnsupportedModel(f"{source} cannot be loaded: {problem}")
     except UnsupportedModel:
@@ -358,6 +359,13 @@ def _read_config(fetch: Callable[[str], Path], source: str) -> PreTrainedConfig:
     if getattr(config, "attn_logit_softcapping", None):
         config._attn_implementation = "eager"  # before 5.20, transformers let gemma2 use sdpa, which knows no soft cap
     return config
+
+
+def _value(config: PreTrainedConfig, name: str) -> Any:
+    """One of a config's values; None if there is none, or if it is another one for each layer."""
+    with suppress(RuntimeError):
+        return getattr(config, name, None)
+    return None
 
 
 def _whole_config(path: Path) -> PreTrainedConfig:

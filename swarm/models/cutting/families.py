@@ -28,8 +28,10 @@ from swarm.errors import UnsupportedModel
 UNSUPPORTED_FAMILIES = {
     "gemma3n_text": "its later layers reuse the keys and values of earlier ones",
     "hrm_text": "it runs its layers in cycles",
+    "inkling2_text": "its layers mix what several earlier ones returned",
     "inkling_text": "its attention depends on the longest text that is computed at once",
     "minimax": "its states lie in a cache of its own kind",
+    "qwen4_exp_text": "its layers keep index keys and states, which are kept in different layouts",
     "recurrent_gemma": "it keeps the states of its layers in the model itself",
     "zamba": "its layers share weights",
     "zamba2": "its layers share weights",
