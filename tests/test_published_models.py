@@ -21,6 +21,7 @@ from swarm.client.early_exit import exit_decoder
 from tests import wrappers, zoo
 from tests.client.prompts import PAD, padded_batch, prompt
 from tests.disturbances import holder, write
+from tests.models.checkpoints import packed_layouts
 from tests.slow import slow_except
 from tests.swarms import TestSwarm, run_client, run_swarm
 
@@ -69,6 +70,24 @@ def test_texts_are_those_of_transformers(name, tmp_path, monkeypatch):
     local = MODELS[name](tmp_path / "model")
     with run_swarm(tmp_path / "model", SPANS, dtype="float32") as swarm, run_client(swarm, dtype="float32") as model:
         check_texts(swarm, model, local)
+
+
+@pytest.mark.parametrize(
+    "layout", slow_except(["fp8 blocks", "compressed-tensors int4", "AWQ", "GPTQ desc_act", "ModelOpt NVFP4"], "AWQ")
+)
+def test_texts_of_packed_weights(layout, tmp_path):
+    """Those of the plain weights that the packed ones mean."""
+    folder, plain_folder = packed_layouts.make(layout, tmp_path)
+    local = AutoModelForCausalLM.from_pretrained(plain_folder, dtype=torch.float32)
+    expected = local.generate(prompt(7), **{**SETTINGS, "max_new_tokens": 2 * NEW})[0, 7:].tolist()
+    assert len(set(expected)) >= 4, "text that does not vary proves nothing"
+    with run_swarm(folder, ("0:1", "1:2", "1:2"), dtype="float32") as swarm:
+        with run_client(swarm, dtype="float32") as model:
+
+            def kill(session: Any) -> None:
+                holder(swarm, session, 1).kill()
+
+            assert write(model, prompt(7), 2 * NEW, {KILLED_BEFORE: kill}) == expected
 
 
 def check_texts(swarm: TestSwarm, model: Any, local: PreTrainedModel) -> None:
