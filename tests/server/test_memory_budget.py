@@ -58,7 +58,9 @@ def test_a_device_that_this_machine_has_not():
             resolve_device(name)
 
 
-FORMS = {form: MemoryFootprint((weight,) * 8, 1) for form, weight in (("none", 400), ("int8", 200), ("int4", 100))}
+FORMS = {
+    form: MemoryFootprint((weight,) * 8, (1,) * 8) for form, weight in (("none", 400), ("int8", 200), ("int4", 100))
+}
 
 
 def test_the_form_of_weights_that_nobody_asked_for():
@@ -83,7 +85,7 @@ def test_the_form_of_weights_that_nobody_asked_for():
 
 
 def test_where_the_cache_is_what_does_not_fit_weights_stay_exact():
-    large_cache = {form: MemoryFootprint(needs.block_bytes, 10**6) for form, needs in FORMS.items()}
+    large_cache = {form: MemoryFootprint(needs.block_bytes, (10**6,) * 8) for form, needs in FORMS.items()}
     budgets = {form: MemoryBudget(needs, 4 * 10**6, 1) for form, needs in large_cache.items()}
     assert choose_quantization(budgets, None) == "none"
 

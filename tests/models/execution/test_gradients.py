@@ -30,7 +30,10 @@ LAYOUT = StepLayout((0, 0, 0, 0), (5, 9, 0, 2), None, (0, 2, 0, 1))
 """Sequences of different lengths, longer than the zoo's windows and shorter than the prompts, one without tokens."""
 
 FAMILIES = (*JUDGED, "deepseek_v3", "qwen3_5_text")
-"""Those that have to be exact, and latents."""
+"""Those that have to be exact, latents, and states."""
+
+STATES_TOLERANCE = 1e-3
+"""Padding changes how sums of many small numbers are rounded."""
 
 
 class Local:
@@ -124,15 +127,16 @@ def test_gradients_are_those_of_the_local_model(family, tmp_path_factory):
     folder, model = make(family, tmp_path_factory)
     inputs, ends, adapter = drawn(model, 1), drawn(model, 2), make_adapter(model)
     output, expected = Local(folder).gradients(inputs, ends, LAYOUT, adapter)
-    assert_equal([forward_without_cache(model, inputs, LAYOUT, adapter)], [output])
-    assert_equal(all_of(compute_gradients(model, inputs, ends, LAYOUT, adapter)), expected)
+    tolerance = STATES_TOLERANCE if family in zoo.HYBRIDS else TOLERANCE
+    assert_equal([forward_without_cache(model, inputs, LAYOUT, adapter)], [output], tolerance)
+    assert_equal(all_of(compute_gradients(model, inputs, ends, LAYOUT, adapter)), expected, tolerance)
     # Through the graph of a client that computes these blocks itself.
     leaf = inputs.clone().requires_grad_()
     leaves = {block: part.map_tensors(lambda one: one.clone().requires_grad_()) for block, part in adapter.items()}
     computed = forward_with_graph(model, leaf, LAYOUT, leaves)
-    assert_equal([computed.detach()], [output])
+    assert_equal([computed.detach()], [output], tolerance)
     computed.backward(ends)
-    assert_equal([leaf.grad, *(one.grad for part in leaves.values() for one in part.tensors)], expected)
+    assert_equal([leaf.grad, *(one.grad for part in leaves.values() for one in part.tensors)], expected, tolerance)
 
 
 @pytest.fixture(scope="module")

@@ -65,7 +65,7 @@ def test_any_steps_of_any_sessions_leave_each_sequence_what_it_was_given(data):
             news.append(list(range(number + 1, number + count + 1)))
             number += count
         pasts = [session.expected[source] if source < len(before) else [] for source in sources]
-        draft = session.sequences.stage(layout)
+        draft = session.sequences.stage(layout, torch.zeros(layout.tokens, 1))
         if data.draw(st.booleans()):
             session.write(draft, layout, news)
             draft.commit()

@@ -104,6 +104,7 @@ def test_by_itself_a_model_is_in_pages_on_a_gpu_in_16_bits(model, monkeypatch, d
     tried = []
     run = ScheduleRun(torch.zeros(2, 1), torch.ones(2, 1), torch.tensor([False, True]))
     monkeypatch.setattr(strategy_choice, "run_schedule", lambda model, longer=0: run)
+    monkeypatch.setattr(strategy_choice, "run_whole_texts", lambda model: run)
     monkeypatch.setattr(strategy_choice, "_in_pages", tried.append)
     model.device, model.dtype = torch.device(device), dtype
     choose_layout(model)
