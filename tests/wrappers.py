@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, PreTrainedModel
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
 
 from tests import zoo
@@ -99,17 +99,22 @@ NAMES = ("language_model.model.", "model.language_model.", "model.")
 """What stands before the names of the language model's tensors, in the forms in which wrappers are published."""
 
 
-def make_wrapper(kind: str, tie: bool = False) -> PreTrainedModel:
-    """A model of a type in `TABLE`."""
+def config_of(kind: str, tie: bool = False) -> PreTrainedConfig:
+    """The config of a type in `TABLE`."""
     family, overrides, tower = TABLE[kind]
     wrapper = kind.partition(" ")[0]
     # transformers changes the dictionaries of a config.
     inside = copy.deepcopy({**zoo.TABLE.get(family, {}), **overrides, "model_type": family, "tie_word_embeddings": tie})
     towers = {name: {**TOWER, **tower} for name in ("vision_config", "audio_config")}
     own = {name: inside[name] for name in ("vocab_size", "hidden_size")} if wrapper in ("fuyu", "ovis2") else {}
-    config = AutoConfig.for_model(
+    return AutoConfig.for_model(
         wrapper, text_config=inside, **towers, **own, tie_word_embeddings=tie, image_token_id=127, pad_token_id=0
     )
+
+
+def make_wrapper(kind: str, tie: bool = False) -> PreTrainedModel:
+    """A model of a type in `TABLE`."""
+    config = config_of(kind, tie)
     kinds = (modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, modeling_auto.MODEL_FOR_MULTIMODAL_LM_MAPPING)
     model_class = next(one[type(config)] for one in kinds if type(config) in one)
     model: PreTrainedModel = model_class(config).float().eval()
