@@ -15,6 +15,7 @@ from transformers.utils import logging
 from swarm.errors import UnsupportedModel
 from swarm.models.cutting import families
 from tests import test_published_models, wrappers, zoo
+from tests.models import test_all_families
 from tests.models.checkpoints import packed_layouts
 
 PAGE = Path(__file__).parents[1] / "docs" / "models.md"
@@ -46,7 +47,7 @@ def page() -> str:
 
 def _families() -> Iterator[str]:
     served = set(test_published_models.MODELS) | set(zoo.REPRESENTATIVES)
-    tested = set(zoo.TABLE) | set(zoo.HYBRIDS)
+    tested = {*zoo.TABLE, *zoo.HYBRIDS, *test_all_families.FAMILIES}
     known = [name for name, problem in _causal_families() if not problem and name not in wrappers.TABLE]
     yield f"## {len(known)} families of language models\n"
     ways = {name: "servers" if name in served else "spans" if name in tested else "rule" for name in known}
@@ -99,7 +100,7 @@ def _causal_families() -> Iterator[tuple[str, str]]:
 
 def _config(name: str) -> PreTrainedConfig:
     if name == "gemma4_text":  # by default, it is that of the two sizes that are refused
-        return wrappers.config_of("gemma4").get_text_config()
+        return test_all_families.config_of(name)
     return zoo.config_of(name) if name in zoo.TABLE or name in zoo.HYBRIDS else CONFIG_MAPPING[name]()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -36,16 +37,17 @@ class Chain(nn.Module):
         super().__init__()
         checkpoint, device = open_checkpoint(folder), torch.device("cpu")
         self._spans = [load_span(checkpoint, span, dtype=torch.float32, device=device) for span in SPANS]
+        self._outputs = checkpoint.structure.layer_outputs
 
-    def forward(self, hidden_states: torch.Tensor, *args: object, **more: object) -> torch.Tensor:
+    def forward(self, hidden_states: torch.Tensor, *args: object, **more: object) -> Any:
         for span in self._spans:
             hidden_states = span.forward(hidden_states)
-        return hidden_states
+        return (hidden_states, *[None] * (self._outputs - 1)) if self._outputs else hidden_states
 
 
 @torch.no_grad()
 def logits_of(folder: Path) -> torch.Tensor:
-    model = load_blockless_model(open_checkpoint(folder), Chain(folder), Mixin, dtype=torch.float32).model
+    model = load_blockless_model(open_checkpoint(folder), Chain(folder), Mixin, dtype=torch.float32).model.eval()
     return model(input_ids=TOKENS).logits
 
 
