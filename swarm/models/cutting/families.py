@@ -7,6 +7,7 @@ if an error message should explain why it cannot be served.
 from __future__ import annotations
 
 import inspect
+import logging
 from typing import Any
 
 import torch
@@ -24,6 +25,9 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from swarm.errors import UnsupportedModel
+
+if not torch.cuda.is_available():  # transformers advises to install kernels for hybrids, which are for GPUs
+    logging.getLogger("transformers.integrations.hub_kernels").setLevel(logging.ERROR)
 
 UNSUPPORTED_FAMILIES = {
     "gemma3n_text": "its later layers reuse the keys and values of earlier ones",
