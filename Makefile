@@ -62,6 +62,7 @@ fuzz: $(VENV)/dev
 bench: $(VENV)/dev
 	$(BIN)/python -m benchmarks.decoding.chain
 	$(BIN)/python -m benchmarks.decoding.chain --shape small
+	$(BIN)/python -m benchmarks.decoding.chain --shape hybrid
 	$(BIN)/python -m benchmarks.serving.clients
 	$(BIN)/python -m benchmarks.decoding.lanes
 	$(BIN)/python -m benchmarks.decoding.prefill

@@ -6,9 +6,9 @@ import itertools
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qwen3_5TextConfig
 
-SHAPES = {
+SHAPES: dict[str, PreTrainedConfig] = {
     "tiny": LlamaConfig(
         hidden_size=256,
         intermediate_size=704,
@@ -24,6 +24,22 @@ SHAPES = {
         num_hidden_layers=16,
         num_attention_heads=16,
         num_key_value_heads=4,
+        vocab_size=8192,
+        max_position_embeddings=2048,
+    ),
+    # As "small", but three of four layers keep a state.
+    "hybrid": Qwen3_5TextConfig(
+        hidden_size=1024,
+        intermediate_size=2816,
+        num_hidden_layers=16,
+        num_attention_heads=16,
+        num_key_value_heads=4,
+        head_dim=64,
+        layer_types=(["linear_attention"] * 3 + ["full_attention"]) * 4,
+        linear_num_key_heads=8,
+        linear_num_value_heads=8,
+        linear_key_head_dim=128,
+        linear_value_head_dim=128,
         vocab_size=8192,
         max_position_embeddings=2048,
     ),

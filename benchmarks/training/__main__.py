@@ -202,7 +202,7 @@ def main() -> None:
 
     def run_near() -> None:
         print("| | tokens/s | local tokens/s | of the local speed |\n| --- | --- | --- | --- |")
-        for shape in [arguments.shape] if arguments.shape else SHAPES:
+        for shape in [arguments.shape] if arguments.shape else ("tiny", "small"):
             figures = near(shape, 3, arguments.repeats)
             raw[shape] = asdict(figures)
             print(near_table(shape, figures), flush=True)
