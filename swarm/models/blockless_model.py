@@ -84,9 +84,8 @@ def load_blockless_model(
             if isinstance(value, (bool, int, str)) and key != "training" and not hasattr(layer, key):
                 setattr(layer, key, value)  # such as attention_type, which some families read from the layer
         setattr(owner, name, nn.ModuleList([layer]))
-        vars(owner)["_is_hf_initialized"] = (
-            True  # or else transformers makes up what some families keep in their layers
-        )
+        if config.model_type in families.FILL_THEIR_LAYERS:
+            vars(owner)["_is_hf_initialized"] = True
 
     def may_be_missing(name: str) -> bool:
         return found[-1][2] is not None and name.startswith(f"{found[-1][2]}.")

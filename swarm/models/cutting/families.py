@@ -71,6 +71,9 @@ paligemma each token of a prompt sees the whole prompt, and aya_vision leaves ou
 POSITIONS_FROM_CACHE_LENGTH = {"llama4_text"}
 """Families that derive a token's position from the cache length, which differs between sequences of a batch."""
 
+FILL_THEIR_LAYERS = {"falcon_h1"}
+"""Families whose model, when it is initialized, fills tensors in its layers, which a client does not have."""
+
 LAYER_TYPES_WITH_STATES = {"linear_attention", "conv", "hybrid", "hybrid_sliding"}
 """Layer types that keep a state, which each token changes, alone or beside keys and values."""
 
