@@ -26,7 +26,7 @@ ALL_LINEAR = "all-linear"
 
 QUERIES_AND_VALUES = (
     *(("q_proj", "v_proj"), ("q_b_proj", "kv_b_proj"), ("q_proj", "kv_b_proj"), ("Wq", "Wv")),
-    *(("query_key_value",), ("c_attn",), ("Wqkv",), ("qkv_proj",)),
+    *(("q_gate_proj", "kv_b_proj"), ("query_key_value",), ("c_attn",), ("Wqkv",), ("qkv_proj",)),
 )
 """Names of the modules that compute queries and values in the families; some compute both, and keys, at once."""
 
