@@ -65,8 +65,7 @@ class MemoryBudget:
         Raises `NotEnoughMemory` if not even one does.
         """
         footprint = self.footprint
-        sizes = zip(footprint.block_bytes, footprint.cache_bytes, strict=True)
-        per_block = max(weights + self.cache_tokens * cached for weights, cached in sizes)
+        per_block = footprint.largest_block_bytes(self.cache_tokens)
         count = min(len(footprint.block_bytes), self.usable // per_block)
         if count <= 0:
             raise NotEnoughMemory(

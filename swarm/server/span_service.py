@@ -283,12 +283,11 @@ async def _add_exits(
     if config.options.exits is None:
         return model
     if not model.can_fill:
+        reason = "of how this family computes attention"
         if model.has_states:
             reason = "each token changes their states"
-        else:
-            reason = (
-                "their weights are on flash" if model.flash is not None else "of how this family computes attention"
-            )
+        elif model.flash is not None:
+            reason = "their weights are on flash"
         logger.warning("Exits: none, because tokens have to be computed in full by these blocks: %s", reason)
         return model
     if not exits.blocks:

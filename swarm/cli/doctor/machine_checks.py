@@ -136,7 +136,7 @@ def check_memory(model: str | None, requested: str) -> Finding:
     except SwarmError as error:
         return verdicts.failure("Memory", str(error), "give another MODEL, or none for the demo model")
     fitting = MemoryBudget(needs, max(0, free - buffers), DEFAULT_CACHE_TOKENS).fitting_blocks(None)
-    per_block = max(needs.block_bytes) + DEFAULT_CACHE_TOKENS * needs.cache_bytes_per_token
+    per_block = needs.largest_block_bytes(DEFAULT_CACHE_TOKENS)
     return verdicts.memory(free, checkpoint.name, checkpoint.blocks, fitting, per_block, DEFAULT_CACHE_TOKENS)
 
 

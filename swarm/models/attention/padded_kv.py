@@ -47,14 +47,9 @@ class PaddedKVLayer(CacheLayerMixin):
             self.lazy_initialization(key_states, value_states)
         assert self.keys is not None
         assert self.values is not None
-        end = self.length + key_states.shape[-2]
-        if end > self.keys.shape[-2]:
-            capacity = grown_capacity(self.keys.shape[-2], end, self.max_length)
-            self.keys = _grown(self.keys, self.length, capacity)
-            self.values = _grown(self.values, self.length, capacity)
-        self.keys[:, :, self.length : end] = key_states
-        self.values[:, :, self.length : end] = value_states
-        self.length = end
+        self.keys = _appended(self.keys, self.length, key_states, self.max_length)
+        self.values = _appended(self.values, self.length, value_states, self.max_length)
+        end = self.length = self.length + key_states.shape[-2]
         return self.keys[:, :, :end], self.values[:, :, :end]
 
     def update_indexer(self, indexer_key_states: torch.Tensor) -> torch.Tensor:
@@ -62,13 +57,9 @@ class PaddedKVLayer(CacheLayerMixin):
         new = indexer_key_states.unsqueeze(1)
         if self.index_keys is None:
             self.index_keys = new.new_empty(len(new), 1, 0, new.shape[-1])
-        end = self._index_length + new.shape[2]
-        if end > self.index_keys.shape[2]:
-            capacity = grown_capacity(self.index_keys.shape[2], end, self.max_length)
-            self.index_keys = _grown(self.index_keys, self._index_length, capacity)
-        self.index_keys[:, :, self._index_length : end] = new
-        self._index_length = end
-        return self.index_keys[:, 0, :end]
+        self.index_keys = _appended(self.index_keys, self._index_length, new, self.max_length)
+        self._index_length += new.shape[2]
+        return self.index_keys[:, 0, : self._index_length]
 
     def truncate(self, length: int) -> None:
         """Drop what lies at `length` and behind."""
@@ -82,6 +73,15 @@ class PaddedKVLayer(CacheLayerMixin):
 
     def get_max_length(self) -> int:
         return -1
+
+
+def _appended(storage: torch.Tensor, used: int, new: torch.Tensor, max_length: int | None) -> torch.Tensor:
+    """The storage with new slots behind those that are used, in place unless it has to grow."""
+    end = used + new.shape[2]
+    if end > storage.shape[2]:
+        storage = _grown(storage, used, grown_capacity(storage.shape[2], end, max_length))
+    storage[:, :, used:end] = new
+    return storage
 
 
 def _grown(storage: torch.Tensor, used: int, capacity: int) -> torch.Tensor:

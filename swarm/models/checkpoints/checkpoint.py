@@ -343,9 +343,10 @@ def _read_config(fetch: Callable[[str], Path], source: str) -> PreTrainedConfig:
         raise ModelNotFound(f"{source} has no config.json, so it is not a transformers model") from None
     try:
         # transformers writes infinities, for example as limits of time steps, so they are not refused here.
-        problem = config_limits.json_problem(json.loads(_read_small(path, config_limits.MAX_CONFIG_BYTES)))
+        described = json.loads(_read_small(path, config_limits.MAX_CONFIG_BYTES))
+        problem = config_limits.json_problem(described)
         if not problem:
-            config = families.text_config(_whole_config(path))
+            config = families.text_config(_whole_config(path, described))
             families.check_supported(config)
             problem = config_limits.values_problem(partial(_value, config))
             if not problem and (problem := packed_weights.format_problem(packed_weights.quantization_of(config))):
@@ -368,9 +369,12 @@ def _value(config: PreTrainedConfig, name: str) -> Any:
     return None
 
 
-def _whole_config(path: Path) -> PreTrainedConfig:
-    """The checkpoint's config as it is, of a wrapper too. Raises whatever its class does."""
-    described = json.loads(path.read_bytes())
+def _whole_config(path: Path, described: dict[str, Any]) -> PreTrainedConfig:
+    """The checkpoint's config as it is, of a wrapper too. Raises whatever its class does.
+
+    Args:
+        described: what the file says.
+    """
     family = described.get("model_type")
     if family in families.SAME_FAMILY:
         family = families.SAME_FAMILY[family]

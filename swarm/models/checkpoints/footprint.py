@@ -39,6 +39,10 @@ class MemoryFootprint:
         """Bytes that one position takes in any block at most."""
         return max(self.cache_bytes)
 
+    def largest_block_bytes(self, cache_tokens: int) -> int:
+        """Bytes of the block that takes the most with a full cache."""
+        return max(self.span_bytes(block, block + 1, cache_tokens) for block in range(len(self.block_bytes)))
+
     def span_bytes(self, start: int, end: int, cache_tokens: int) -> int:
         """Bytes of blocks [start, end) with a full cache."""
         return sum(self.block_bytes[start:end]) + cache_tokens * sum(self.cache_bytes[start:end])

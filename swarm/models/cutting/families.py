@@ -88,7 +88,7 @@ REQUIRED_FORWARD_ARGUMENTS = ("inputs_embeds", "attention_mask", "past_key_value
 
 
 def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
-    """The config of the language model in a wrapper that adds images or sound; `config` itself if it is no wrapper.
+    """The config of the language model in a wrapper that adds images or sound; `config` itself if it is not a wrapper.
 
     What belongs to the whole checkpoint goes with it: dtype, quantization, and whether the head is the embeddings.
 

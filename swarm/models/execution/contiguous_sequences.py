@@ -130,9 +130,14 @@ def compute_parts(model: SpanModel, parts: Sequence[StepPart]) -> list[torch.Ten
     """
     if model.has_states and any(count > 1 for part in parts for count in part.layout.counts):
         return _compute_rows(model, parts)
+    return _compute_together(model, parts)
+
+
+def _compute_together(model: SpanModel, parts: Sequence[StepPart], tokens: int = 1) -> list[torch.Tensor]:
+    """The outputs of each part. With `tokens`, their sequences bring so many each, or none."""
     hidden_NH, positions, batch = _packed(parts)
     with model.adapted.activate(adapter_segments(parts)), model.text_lengths(parts):
-        output_NH = model.forward_tokens(hidden_NH, positions, batch)
+        output_NH = model.forward_tokens(hidden_NH, positions, batch, tokens)
     return list(output_NH.split([len(part.inputs) for part in parts]))
 
 
@@ -181,11 +186,8 @@ def _choose_tokens(
 
 def _compute_into(chosen: Sequence[_ChosenTokens], model: SpanModel, tokens: int = 1) -> None:
     """Compute parts whose sequences bring so many tokens each, or none, and put their outputs where they belong."""
-    parts = [one.part for one in chosen]
-    hidden_NH, positions, batch = _packed(parts)
-    with model.adapted.activate(adapter_segments(parts)), model.text_lengths(parts):
-        output_NH = model.forward_tokens(hidden_NH, positions, batch, tokens)
-    for one, output in zip(chosen, output_NH.split([len(part.inputs) for part in parts]), strict=True):
+    outputs = _compute_together(model, [one.part for one in chosen], tokens)
+    for one, output in zip(chosen, outputs, strict=True):
         one.output[one.tokens] = output
 
 

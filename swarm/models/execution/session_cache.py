@@ -70,7 +70,7 @@ class StepComputation:
         adapter: what the client adds to the blocks.
         exits: where its tokens may leave, and have left; None if all pass every block.
         tokens_done: how many of the packed tokens are computed.
-        again: how many tokens of each sequence are computed again, and are no part of the output.
+        again: tokens of each sequence that are computed a second time, without an output; None if there are none.
     """
 
     model: SpanModel

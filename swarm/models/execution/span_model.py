@@ -267,13 +267,7 @@ class SpanModel:
         Returns:
             outputs `[tokens, hidden]`. The strategy has to be a packed one.
         """
-        positions_RT = torch.tensor(positions, device=self.device).view(-1, tokens)
-        if tokens == 1:
-            return self.run_packed(hidden_NH, positions_RT, batch)
-        with ActiveBatch(batch):
-            output_RTH = self.run_modules(batch, hidden_NH.view(*positions_RT.shape, -1), positions_RT)
-        batch.finish(may_lack_keys=self.has_states)
-        return output_RTH.flatten(0, 1)
+        return self.run_packed(hidden_NH, torch.tensor(positions, device=self.device).view(-1, tokens), batch)
 
     @torch.inference_mode()
     def fill_tokens(self, hidden_NH: torch.Tensor, positions: Sequence[int], batch: PackedBatch) -> None:
@@ -293,16 +287,17 @@ class SpanModel:
                 self.narrowed(Span(block, block + 1)).run_modules(keys_only, hidden_NH.unsqueeze(1), positions_N1)
             keys_only.finish()
 
-    def run_packed(self, hidden_NH: torch.Tensor, positions_N1: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
+    def run_packed(self, hidden_NH: torch.Tensor, positions_RT: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
         """`forward_tokens` for positions that are on the device already. Only in inference mode."""
         flat = self.strategy.flat
+        hidden_RTH = hidden_NH.reshape(*positions_RT.shape, -1)
         with ActiveBatch(batch):
             if flat is not None and self.runs_traced:
-                output_N1H = flat(hidden_NH.unsqueeze(1), positions_N1)
+                output_RTH = flat(hidden_RTH, positions_RT)
             else:
-                output_N1H = self.run_modules(batch, hidden_NH.unsqueeze(1), positions_N1)
+                output_RTH = self.run_modules(batch, hidden_RTH, positions_RT)
         batch.finish(may_lack_keys=self.has_states)
-        return output_N1H.squeeze(1)
+        return output_RTH.flatten(0, 1)
 
     def run_modules(self, batch: PackedBatch, hidden_RTH: torch.Tensor, positions_RT: torch.Tensor) -> torch.Tensor:
         """`run_packed` by the family's own modules, for any kind of batch."""

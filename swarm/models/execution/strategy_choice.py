@@ -96,11 +96,8 @@ def choose_layout(model: SpanModel, requested: LayoutRequest = "auto") -> SpanMo
             logger.info("These blocks compute one session at a time")
             return padded
         automatic = model.device.type == "cuda" and model.dtype in HALF_PRECISION
-        if model.has_states:  # pages have no place for them
-            return contiguous
-        if requested == "paged" or (requested == "auto" and automatic):
-            return _in_pages(contiguous)
-        return contiguous
+        is_paged = requested == "paged" or (requested == "auto" and automatic)
+        return _in_pages(contiguous) if is_paged and not model.has_states else contiguous  # pages hold no states
 
 
 def _in_pages(contiguous: SpanModel) -> SpanModel:

@@ -91,8 +91,8 @@ def test_attention_that_is_wrong_is_found_out_before_it_is_used(tmp_path_factory
 
     forgotten = [3]
 
-    def forgets_the_past(self, hidden, positions, batch):
-        outputs = attend(self, hidden, positions, batch)
+    def forgets_the_past(self, hidden, positions, batch, tokens):
+        outputs = attend(self, hidden, positions, batch, tokens)
         if len(hidden) > 3 or not forgotten:
             return outputs
         forgotten.pop()
@@ -104,13 +104,13 @@ def test_attention_that_is_wrong_is_found_out_before_it_is_used(tmp_path_factory
     forgotten = [3] * 100
     assert not choose_layout(model).strategy.packed  # every token with a past
 
-    def forgets_everything(self, hidden, positions, batch):
-        return attend(self, hidden, [0] * len(positions), batch)
+    def forgets_everything(self, hidden, positions, batch, tokens):
+        return attend(self, hidden, [0] * len(positions), batch, tokens)
 
     monkeypatch.setattr(SpanModel, "forward_tokens", forgets_everything)
     assert not choose_layout(model).strategy.packed
 
-    def fails(self, hidden, positions, batch):
+    def fails(self, hidden, positions, batch, tokens):
         raise PackingUnsupported("no")
 
     monkeypatch.setattr(SpanModel, "forward_tokens", fails)
