@@ -123,7 +123,7 @@ class ServerInfo:
         revision: version of the checkpoint that it loaded.
         digests: one digest per block, in order, of the loaded weights (see `swarm.models.checkpoints.block_digest`).
         compute_dtype: name of the torch dtype in which it computes, such as "bfloat16".
-        quantization: "none", "int8", "int4" or "nf4".
+        quantization: "none", "packed", "int8", "int4" or "nf4".
         forward_throughput: blocks x tokens per second when many tokens are computed at once (prefill, training); 0 if
             unknown.
         network_throughput: tokens/s of hidden states that its link to other peers carries; 0 if unknown.

@@ -17,13 +17,15 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import nn
 
 from benchmarks.common import machine
-from swarm.models.weights.frozen_linear import PrepackedLinear, can_prepack
+from swarm.models.weights.frozen_linear import PrepackedLinear, can_prepack, replace_linears
+from swarm.models.weights.packed import Grid, PackedWeight, fp4_numbers, fp8_numbers, held, word_numbers
 from swarm.models.weights.quantization import INT4, INT8, quantize, weight_bytes
 
 CPU = torch.device("cpu")
@@ -68,7 +70,38 @@ def forms(hidden: int, intermediate: int, blocks: int) -> list[Form]:
         layers = plain(hidden, intermediate, blocks, torch.bfloat16)
         quantize(layers, name, CPU)
         found.append(Form(name, layers, torch.bfloat16))
+    for name, packed in (("packed FP8", fp8), ("packed MXFP4", mxfp4), ("packed int4", integers)):
+        layers = plain(hidden, intermediate, blocks, torch.bfloat16)
+        replace_linears(
+            layers, lambda linear, pack=packed: held(pack(linear), 0, None, dtype=torch.bfloat16, device=CPU)
+        )
+        found.append(Form(name, layers, torch.bfloat16))
     return found
+
+
+def fp8(linear: nn.Linear) -> PackedWeight:
+    """FP8 with a scale for each 128 x 128 weights."""
+    rows, columns = linear.weight.shape
+    unit = float(linear.weight.detach().abs().max()) / 448
+    scales = Grid(torch.full((1, -(-rows // 128), -(-columns // 128)), unit), 128, 128)
+    return PackedWeight((linear.weight / unit).to(torch.float8_e4m3fn)[None], fp8_numbers, (rows, columns), scales)
+
+
+def mxfp4(linear: nn.Linear) -> PackedWeight:
+    """Random numbers of 4 bits, 32 of which have a scale of 8 bits."""
+    rows, columns = linear.weight.shape
+    data = torch.randint(256, (1, rows, columns // 2), dtype=torch.uint8)
+    scales = Grid(torch.ones(1, rows, columns // 32, dtype=torch.float8_e8m0fnu), 1, 32)
+    return PackedWeight(data, fp4_numbers, (rows, columns), scales)
+
+
+def integers(linear: nn.Linear) -> PackedWeight:
+    """Random integers of 4 bits, 128 of which have a scale of 16 bits."""
+    rows, columns = linear.weight.shape
+    data = torch.randint(-(1 << 31), 1 << 31, (1, rows, columns // 8), dtype=torch.int32)
+    scales = Grid(torch.full((1, rows, columns // 128), 0.01, dtype=torch.bfloat16), 1, 128)
+    numbers = partial(word_numbers, bits=4, columns=columns)
+    return PackedWeight(data, numbers, (rows, columns), scales, zeros=8.0, bits=4)
 
 
 def seconds(form: Form, inputs: dict[int, torch.Tensor]) -> float:

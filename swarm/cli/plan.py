@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 
 import click
 import msgspec
 
 from swarm.common import console
-from swarm.errors import UsageError
+from swarm.errors import InvalidOption, UsageError
 from swarm.planning import group_description, plan_report
 from swarm.planning.device_group import ModelSize
 from swarm.planning.group_description import GroupDescription, ModelDescription
@@ -86,6 +87,7 @@ def _describe_running_swarm(
     import uvloop
 
     from swarm.membership.invite import read_invite
+    from swarm.models.weights.quantization import QUANTIZATION_FORMS
     from swarm.planning.live_swarm import fetch_compatible_servers, open_model
     from swarm.transport.p2p import P2PConfig, quiet_hivemind
 
@@ -100,7 +102,10 @@ def _describe_running_swarm(
         return open_model(model, revision, quant=form)[1]
 
     size = size_in(form)
-    held = {form: size_in(form) for form in ("none", "int8", "int4", "nf4")}
+    held = {}
+    for announced in {server.quantization for server in found.servers} & QUANTIZATION_FORMS:
+        with suppress(InvalidOption):  # a server says that weights are packed, and this checkpoint's are not
+            held[announced] = size_in(announced)
     description = group_description.describe_servers(found.servers, size, model, held)
     return msgspec.structs.replace(description, revision=revision, quant=form), size
 

@@ -54,7 +54,7 @@ class _RingCommand(console.MultiAddressCommand):
     type=click.Choice(["auto", "float32", "bfloat16", "float16"]),
     help="Data type that the devices compute in.  [default: the checkpoint's]",
 )
-@click.option("--quant", type=click.Choice(["none", "int8", "nf4"]), help="Hold the workers' weights in 8 or 4 bits.")
+@click.option("--quant", type=click.Choice(["none", "packed", "int8", "nf4"]), help="As --quant of swarm server.")
 @click.option(
     "--cache-tokens", type=click.IntRange(1, 2**40), help="Attention cache of each worker, in tokens.  [default: 16384]"
 )

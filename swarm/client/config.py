@@ -24,8 +24,8 @@ class NetworkOptions:
             counts as it is whenever the swarm's announcements are read.
         blocked_servers: peer ids of servers that are never used.
         push: let servers send their outputs directly to the next server instead of through this client.
-        quant: use only servers whose weights have this form, or one of these forms: "none", "int8", "nf4" or "int4"
-            (4 bits without bitsandbytes on a GPU). None allows all.
+        quant: use only servers whose weights have this form, or one of these forms: "none", "packed" (as a packed
+            checkpoint has them), "int8", "nf4" or "int4" (4 bits without bitsandbytes on a GPU). None allows all.
         exact: use no server that computes with some neurons of its feed-forward layers only (`sparse`; docs/flash.md).
             By default no text depends on such a choice of neurons unless its user has agreed to it. Quantized weights
             are another question: the weights that a server announces are the ones with which it computes exactly.

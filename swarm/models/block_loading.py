@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import ctypes
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -14,18 +14,22 @@ from torch import nn
 from swarm.errors import CheckpointError
 from swarm.models.checkpoints.block_digest import block_digest
 from swarm.models.checkpoints.checkpoint import Checkpoint
+from swarm.models.checkpoints.packed_places import Hold
 from swarm.models.checkpoints.partial_loading import load_partial_model
 from swarm.models.cutting import cut_layers, families
 
 
-def load_block(checkpoint: Checkpoint, block: int, dtype: torch.dtype) -> tuple[Any, str]:
+def load_block(checkpoint: Checkpoint, block: int, dtype: torch.dtype, hold: Hold | None = None) -> tuple[Any, str]:
     """The model cut to one block, on the CPU, with the config of the whole model; and the block's digest.
+
+    Args:
+        hold: makes the layers for packed weights that stay packed; None to unpack all.
 
     Raises `CheckpointError` if weights are missing, unreadable or of the wrong shape.
     """
     tensors = read_block(checkpoint, block)
     digest = block_digest(tensors)
-    return fill_block(checkpoint, block, dtype, tensors), digest
+    return fill_block(checkpoint, block, dtype, tensors, hold=hold), digest
 
 
 def read_block(checkpoint: Checkpoint, block: int) -> dict[str, torch.Tensor]:
@@ -52,17 +56,19 @@ def fill_block(
     checkpoint: Checkpoint,
     block: int,
     dtype: torch.dtype,
-    tensors: Mapping[str, torch.Tensor],
+    tensors: dict[str, torch.Tensor],
     *,
     change: Callable[[nn.Module], object] = lambda layer: None,
     converted: bool = False,
+    hold: Hold | None = None,
 ) -> Any:
     """The model cut to one block and filled with `tensors`, on the CPU, with the config of the whole model.
 
     Args:
-        tensors: by their names inside the block.
+        tensors: by their names inside the block. They are taken out, so that packed ones are free once unpacked.
         change: changes the block while it is on the meta device, before it is filled.
         converted: whether the tensors come from a loaded model, and so have its names and no quantization.
+        hold: makes the layers for packed weights that stay packed; None to unpack all.
 
     Raises:
         CheckpointError: tensors are missing or do not fit the model.
@@ -79,9 +85,10 @@ def fill_block(
 
     layers = checkpoint.structure.layers_path
     prefix = f"{layers}.0."
-    named = {prefix + name: tensor for name, tensor in tensors.items()}
+    named = {prefix + name: tensors.pop(name) for name in list(tensors)}
     try:
-        return load_partial_model(families.base_class(config), config, cut, named, dtype, converted=converted)
+        family = families.base_class(config)
+        return load_partial_model(family, config, cut, named, dtype, converted=converted, hold=hold)
     except CheckpointError as error:  # it takes the block for the first one
         raise CheckpointError(
             f"block {block} cannot be loaded: {error}".replace(prefix, f"{layers}.{block}.")

@@ -119,7 +119,7 @@ class GroupDescription(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     model: str | ModelDescription | None = None
     revision: str | None = None
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    quant: Literal["none", "int8", "nf4"] = "none"
+    quant: Literal["none", "packed", "int8", "nf4"] = "none"
     cache_tokens: Tokens = DEFAULT_CACHE_TOKENS
     client: Name | None = None
     link: DefaultLink = DefaultLink()
@@ -273,7 +273,7 @@ def describe_servers(
 def common_quantization(servers: Sequence[ServerInfo]) -> str:
     """The `--quant` of all servers; "none", which takes the most memory, if they differ."""
     forms = {"nf4" if server.quantization == "int4" else server.quantization for server in servers}
-    return forms.pop() if forms in ({"int8"}, {"nf4"}) else "none"
+    return forms.pop() if forms in ({"packed"}, {"int8"}, {"nf4"}) else "none"
 
 
 def _names(servers: Sequence[ServerInfo]) -> dict[str, str]:

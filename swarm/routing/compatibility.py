@@ -39,8 +39,8 @@ def compatible_servers(
         servers: as fetched from the DHT, in any state.
         revision: the client's own revision of the model.
         digests: that blocks must have, where they are known; servers of blocks with others are excluded.
-        quant: the quantizations that the client accepts ("none", "int8", "int4", "nf4"); None for any. A digest is
-            always that of the checkpoint, whatever the weights were quantized to.
+        quant: the quantizations that the client accepts ("none", "packed", "int8", "int4", "nf4"); None for any. A
+            digest is always that of the checkpoint, whatever the weights were quantized to.
         exact: whether the client refuses servers that compute with some neurons only.
     """
     online = [server for server in servers if server.state is ServerState.ONLINE]

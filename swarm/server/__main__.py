@@ -50,9 +50,10 @@ OPTIONS_AS_GIVEN = (
 @click.option("--dtype", default="auto", help="auto (the checkpoint's), float32, bfloat16 or float16.")
 @click.option(
     "--quant",
-    type=click.Choice(["auto", "none", "int8", "nf4"]),
+    type=click.Choice(["auto", "none", "packed", "int8", "nf4"]),
     default="auto",
-    help="Hold the weights in 8 or 4 bits. auto: none if the blocks fit, else int8. "
+    help="Hold the weights in 8 or 4 bits. packed: as a packed checkpoint has them. auto: none if the blocks fit, else "
+    "packed or int8. "
     "On a CPU, nf4 is held and announced as int4 (16 evenly spaced values for each group); a GPU needs bitsandbytes.",
 )
 @click.option(

@@ -145,7 +145,8 @@ class ServerConfig:
         throughput: blocks x tokens per second to announce; None to measure them.
         stay: never move to other blocks.
         name: shown to others beside the peer id.
-        quant: format of the weights: "none", "int8", "nf4" (int4 on a CPU), or "auto".
+        quant: format of the weights: "none", "packed" (as the checkpoint has them), "int8", "nf4" (int4 on a CPU), or
+            "auto".
         cache_tokens: tokens that the attention cache can hold; None for the default.
         adapters: folders or hub ids of adapters that every client may use.
         adapter_memory: bytes for clients' adapters; None for the default.

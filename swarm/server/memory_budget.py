@@ -15,8 +15,8 @@ from swarm.common.units import format_bytes
 from swarm.data_structures import Span
 from swarm.errors import InvalidOption, NotEnoughMemory
 from swarm.models.checkpoints.checkpoint import Checkpoint
-from swarm.models.checkpoints.footprint import MemoryFootprint, memory_footprint
-from swarm.models.weights.quantization import INT8, NF4, NONE, form_for_device, require_available
+from swarm.models.checkpoints.footprint import MemoryFootprint, is_faster_packed, memory_footprint, packed_bytes
+from swarm.models.weights.quantization import INT8, NF4, NONE, PACKED, form_for_device, require_available
 from swarm.server.limits import (
     DEFAULT_ADAPTER_SHARE,
     DEFAULT_REQUEST_SHARE,
@@ -115,7 +115,7 @@ def resolve_quantization(
     """The format in which weights will be held, see `swarm.models.weights.quantization`. It is logged.
 
     Args:
-        requested: "none", "int8", "nf4", or "auto" for `choose_quantization`.
+        requested: "none", "packed", "int8", "nf4", or "auto" for `choose_quantization`.
         reserved: bytes of the free memory that are needed for something else.
 
     Raises `InvalidOption` if this machine cannot compute with it.
@@ -129,9 +129,15 @@ def resolve_quantization(
         return form
     free = free_memory(device) - reserved
     forms = _possible_forms(device)
+    is_fast = is_faster_packed(checkpoint, dtype, device)
+    if packed_bytes(checkpoint, dtype) is not None:  # nothing is lost, unlike in 8 bits
+        forms = [PACKED, *forms] if is_fast else [NONE, PACKED, *forms[1:]]
+        forms = [form for form in forms if form != INT8]
     budgets = {form: MemoryBudget(memory_footprint(checkpoint, dtype, form), free, cache_tokens) for form in forms}
     form = choose_quantization(budgets, requested_blocks)
     said = "not quantized" if form == NONE else f"{form}, because not all requested blocks fit in {dtype_name(dtype)}"
+    if form == PACKED and is_fast:
+        said = "packed, as the checkpoint has them, which is also faster"
     logger.info("Weights: %s; --quant says otherwise", said)
     return form
 

@@ -99,6 +99,19 @@ class Checkpoint:
                 "Convert it with transformers: model.save_pretrained(FOLDER)"
             ) from None
 
+    def stored_tensors(self) -> Mapping[str, tuple[str, int]]:
+        """For each tensor, safetensors' name of its dtype, and its bytes. No weights are read.
+
+        Raises `CheckpointError` if a file is not here, and the hub does not say what is in it.
+        """
+        found: dict[str, tuple[str, int]] = {}
+        for file in sorted(set(self.weight_map.values())):
+            header = _header(self, file)
+            if header is None:
+                raise CheckpointError(f"nothing says which tensors are in {file} of {self.source}")
+            found |= header
+        return found
+
     def read_tensors(self, is_needed: Callable[[str], bool]) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (name, tensor on the CPU as stored) for each tensor that `is_needed` accepts, file by file."""
         yield from self._read(filter(is_needed, self.weight_map))
@@ -245,22 +258,24 @@ def _stored_dtype(checkpoint: Checkpoint) -> torch.dtype | None:
             named = getattr(torch, str(metadata.get("dtype")), None) if isinstance(metadata, dict) else None
             if isinstance(named, torch.dtype):
                 return named
-    names = _first_dtypes(checkpoint, sorted(files))
-    dtypes = [DTYPES[names[tensor]] for tensor in sorted(names) if names[tensor] in DTYPES]
+    first, *others = sorted(files) or [""]
+    here = [file for file in others if checkpoint.cached(file) is not None]
+    found = _header(checkpoint, first) or (_header(checkpoint, here[0]) if here else None) or {}
+    dtypes = [DTYPES[found[tensor][0]] for tensor in sorted(found) if found[tensor][0] in DTYPES]
     return next((one for one in dtypes if one.is_floating_point and one.itemsize > 1), None)
 
 
-def _first_dtypes(checkpoint: Checkpoint, files: list[str]) -> Mapping[str, str]:
-    """The dtypes of the tensors in the first file of weights, or else in the first that is here.
-
-    Of a file on the hub, only the header is read.
-    """
-    here = [path for path in map(checkpoint.cached, files) if path is not None]
-    if files and checkpoint.cached(files[0]) is None and not Path(checkpoint.source).is_dir():
+def _header(checkpoint: Checkpoint, file: str) -> dict[str, tuple[str, int]] | None:
+    """The dtypes and bytes of the tensors in a file; None if it is not here. Of a file on the hub, only the header is
+    read."""
+    path = checkpoint.cached(file)
+    if path is not None:
+        return {name: (one.dtype, one.size_bytes) for name, one in read_header(path).items()}
+    if not Path(checkpoint.source).is_dir():
         with suppress(Exception):  # the hub does not answer; which errors that raises is up to the hub's library
-            found = HfApi().parse_safetensors_file_metadata(checkpoint.source, files[0], revision=checkpoint.revision)
-            return {name: tensor.dtype for name, tensor in found.tensors.items()}
-    return {name: tensor.dtype for name, tensor in read_header(here[0]).items()} if here else {}
+            found = HfApi().parse_safetensors_file_metadata(checkpoint.source, file, revision=checkpoint.revision)
+            return {name: (one.dtype, one.data_offsets[1] - one.data_offsets[0]) for name, one in found.tensors.items()}
+    return None
 
 
 def _parse_weight_map(index: bytes) -> dict[str, str]:

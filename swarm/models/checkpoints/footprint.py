@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
+from swarm.errors import CheckpointError, InvalidOption
 from swarm.models.checkpoints.checkpoint import Checkpoint
+from swarm.models.checkpoints.packed_weights import held_bytes, is_bitsandbytes, is_integers, quantization_of
 from swarm.models.cutting import cut_layers, families
 from swarm.models.cutting.model_inspection import ModelStructure
-from swarm.models.weights.quantization import NONE, quantizable, quantized_bytes
+from swarm.models.weights.quantization import NONE, PACKED, quantizable, quantized_bytes
 
 STATE_TOKENS = 2048
 """Tokens of the cache for which there is memory for the states of one sequence."""
@@ -53,13 +56,44 @@ def memory_footprint(checkpoint: Checkpoint, dtype: torch.dtype, quant: str = NO
 
     Args:
         quant: quantization of the weights, see `swarm.models.weights.quantization`.
+
+    Raises `InvalidOption` if they should be held as they are packed, but are not.
     """
     structure = checkpoint.structure
+    if quant == PACKED:
+        found = packed_bytes(checkpoint, dtype)
+        if found is None:
+            raise InvalidOption(
+                f"--quant packed: the weights of {checkpoint.name} are not packed in its checkpoint; use auto or none"
+            )
+        return MemoryFootprint(found, cache_bytes(structure, dtype))
     block_bytes = [parameters * dtype.itemsize for parameters in structure.block_parameters]
     if quant != NONE:
         for block, linears in enumerate(_linears(checkpoint)):
             block_bytes[block] -= sum(_saved_bytes(linear, dtype, quant) for linear in linears)
     return MemoryFootprint(tuple(block_bytes), cache_bytes(structure, dtype))
+
+
+def packed_bytes(checkpoint: Checkpoint, dtype: torch.dtype) -> tuple[int, ...] | None:
+    """Bytes of each block whose packed weights stay packed; None if none are, or nothing says how they are stored."""
+    try:
+        stored = checkpoint.stored_tensors()
+    except CheckpointError:
+        return None
+    is_packed, found = False, [0] * checkpoint.blocks
+    for name, (stored_dtype, size) in stored.items():
+        if (place := checkpoint.locate(name)) is not None:
+            is_packed |= is_integers(stored_dtype) and not is_bitsandbytes(quantization_of(checkpoint.config))
+            found[place[0]] += held_bytes(name, stored_dtype, size, dtype.itemsize)
+    return tuple(found) if is_packed else None
+
+
+def is_faster_packed(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether weights of 4 bits are multiplied by torch's kernel for them (`swarm.models.weights.packed`)."""
+    with suppress(CheckpointError):
+        dtypes = {one for one, _ in checkpoint.stored_tensors().values()}
+        return bool({"I32", "U32"} & dtypes) and device.type == "cpu" and dtype is torch.bfloat16
+    return False
 
 
 def cache_bytes(structure: ModelStructure, dtype: torch.dtype) -> tuple[int, ...]:

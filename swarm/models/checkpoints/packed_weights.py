@@ -1,4 +1,4 @@
-"""Packed weights of a checkpoint, unpacked to dense tensors: FP8, MXFP8, MXFP4, NVFP4, int8, int4, AWQ, GPTQ and MLX.
+"""The packed weights of a checkpoint: FP8, MXFP8, MXFP4, NVFP4, int8, int4, AWQ, GPTQ and MLX.
 
 The names, dtypes and shapes of the tensors say how a weight is packed, so a config that was changed or left out makes
 no difference; it is asked only for what tensors do not show, such as the size of blocks. What no rule takes is refused.
@@ -8,27 +8,24 @@ nearer to the model than what these scales would round them to.
 
 from __future__ import annotations
 
-import itertools
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
 from swarm.errors import CheckpointError
+from swarm.models.checkpoints.safetensors_header import DTYPES
+from swarm.models.weights import packed
+from swarm.models.weights.packed import Grid, PackedWeight
 
 ADVICE = (
     "use the model's checkpoint in bfloat16, or one in FP8, MXFP4, NVFP4, compressed-tensors, AWQ or GPTQ as it was "
     "published"
 )
-
-PIECE_VALUES = 1 << 20
-"""About so many values are unpacked at a time, in float32."""
-
-ROWS = 32
-"""The rows of a piece are a multiple of this: no word or byte holds values of two pieces."""
 
 FP8_BLOCK = (128, 128)
 MX_GROUP = 32
@@ -40,11 +37,6 @@ MAX_GROUP = 1 << 20
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _EXPONENTS = (torch.uint8, torch.float8_e8m0fnu)
 """Dtypes of scales that are powers of two: the exponent, plus 127."""
-
-_FP4_VALUES = [sign * value for sign in (1.0, -1.0) for value in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)]
-_FP4_PAIRS = torch.tensor([(_FP4_VALUES[byte & 15], _FP4_VALUES[byte >> 4]) for byte in range(256)])
-_AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]
-"""Where in a word of AWQ each of eight columns is."""
 
 _ACTIVATIONS = re.compile(
     r"(?:.*_)?(?:input|output|activation|act|[qkv]|kv)_(?:scale|scale_inv|scale_ub|global_scale|zero_point|amax)|qscale_act"
@@ -61,10 +53,8 @@ _ONLY_PACKED = re.compile(
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 
 
-def unpack(
-    tensors: Mapping[str, torch.Tensor], quantization: Mapping[str, object] | None, dtype: torch.dtype
-) -> dict[str, torch.Tensor]:
-    """The tensors, with each packed weight replaced by a dense one in `dtype`, under the name that the family gives it.
+def take_packed(tensors: dict[str, torch.Tensor], quantization: Mapping[str, object] | None) -> dict[str, PackedWeight]:
+    """Take the packed weights out of `tensors`, with all that belongs to them; by the names that the family gives them.
 
     Args:
         quantization: `quantization_of` the config. transformers unpacks what is packed by bitsandbytes.
@@ -72,25 +62,25 @@ def unpack(
     Raises:
         CheckpointError: a tensor is packed in a way that is not read, or does not fit the others of its weight.
     """
-    left, dense = dict(tensors), dict[str, torch.Tensor]()
+    found = dict[str, PackedWeight]()
     quantization = quantization or {}
     is_read = not is_bitsandbytes(quantization)
-    for name in tensors:
-        rule = _rule(name, left) if is_read else None
+    for name in list(tensors):
+        rule = _rule(name, tensors) if is_read else None
         if rule is None:
             continue
-        weight = _Weight(rule[0], left.pop(name), left, quantization, dtype)
-        if weight.name in dense or weight.name in left:
+        weight = _Stored(rule[0], tensors.pop(name), tensors, quantization)
+        if weight.name in found or weight.name in tensors:
             raise weight.wrong("is in the checkpoint twice, in different forms")
-        dense[weight.name] = rule[1](weight)
-    for name, tensor in left.items():
+        found[weight.name] = rule[1](weight)
+    for name, tensor in tensors.items():
         last = name.rpartition(".")[2]
         if is_read and _ONLY_PACKED.fullmatch(last) and not _ACTIVATIONS.fullmatch(last):
             raise _unknown_part(name)
         is_integer = is_read and last == "weight" and (not tensor.is_floating_point() or tensor.dtype in _EXPONENTS)
         if is_integer or tensor.dtype in _FP8:
             raise unscaled(name, _said(tensor))
-    return left | dense
+    return found
 
 
 def refuse_companions(unexpected: Iterable[str]) -> None:
@@ -99,6 +89,22 @@ def refuse_companions(unexpected: Iterable[str]) -> None:
         last = name.rpartition(".")[2]
         if _COMPANIONS.fullmatch(last) and not _ACTIVATIONS.fullmatch(last) and "rotary" not in name:
             raise _unknown_part(name)
+
+
+def is_integers(dtype: str) -> bool:
+    """Whether weights of this dtype, by safetensors' name of it, are packed."""
+    return dtype in ("F8_E4M3", "F8_E5M2", "U8", "I8", "I32", "U32")
+
+
+def held_bytes(name: str, dtype: str, size: int, itemsize: int) -> int:
+    """Bytes that a stored tensor takes where packed weights stay packed, and others are held in `itemsize` bytes.
+
+    Scales in 16 bits are counted twice: torch's kernel for 4 bits has an offset beside each of them.
+    """
+    last = name.rpartition(".")[2]
+    if is_integers(dtype) or dtype == "F8_E8M0" or _COMPANIONS.fullmatch(last) or _ACTIVATIONS.fullmatch(last):
+        return size * 2 if dtype in ("F16", "BF16") and "scale" in last else size
+    return size // DTYPES[dtype].itemsize * itemsize if dtype in DTYPES else size
 
 
 def unscaled(name: str, stored: str) -> CheckpointError:
@@ -207,42 +213,20 @@ def _size(value: object) -> int:
 
 
 @dataclass(frozen=True)
-class _Grid:
-    """The scales, or zero points, of a weight.
+class _Stored:
+    """What is stored of a packed weight.
 
     Attributes:
-        values: [experts, rows of the grid, columns of the grid], float32.
-        height: the rows of the weight that share one.
-        columns: the column of the grid for each column of the weight; None if it has one column.
-    """
-
-    values: torch.Tensor
-    height: int
-    columns: torch.Tensor | None
-
-    def at(self, expert: int, rows: slice) -> torch.Tensor:
-        """The value for each element of some rows of the weight, in a shape that can be broadcast to theirs."""
-        found = self.values[expert, torch.arange(rows.start, rows.stop) // self.height]
-        return found if self.columns is None else found[:, self.columns]
-
-
-@dataclass(frozen=True)
-class _Weight:
-    """A packed weight.
-
-    Attributes:
-        name: of the dense weight.
+        name: of the plain weight.
         data: the tensor with the packed values.
         left: the tensors that belong to no weight yet.
         quantization: what the config says of packed weights.
-        dtype: of the dense weight.
     """
 
     name: str
     data: torch.Tensor
     left: dict[str, torch.Tensor]
     quantization: Mapping[str, Any]
-    dtype: torch.dtype
 
     def wrong(self, what: str) -> CheckpointError:
         return CheckpointError(
@@ -267,13 +251,20 @@ class _Weight:
             raise self.wrong(f"does not fit its {what}, which are {_said(tensor)}; it is packed in {_said(self.data)}")
 
     def floats(self, scales: torch.Tensor) -> torch.Tensor:
-        """Scales in float32."""
+        """Scales, in a dtype of numbers."""
         if scales.dtype is torch.uint8:
             scales = scales.view(torch.float8_e8m0fnu)
         self.expect(scales.is_floating_point(), "scales", scales)
-        return scales.float()
+        return scales
 
-    def grid(self, scales: torch.Tensor, shape: torch.Size, blocks: Iterable[tuple[int, int]]) -> _Grid:
+    def grid(
+        self,
+        scales: torch.Tensor,
+        shape: torch.Size,
+        blocks: Iterable[tuple[int, int]],
+        factor: float = 1.0,
+        divisor: float = 1.0,
+    ) -> Grid:
         """Where in a weight of this shape each of its scales belongs, which their shape says."""
         *lead, rows, columns = shape
         found, experts = tuple(scales.shape), math.prod(lead)
@@ -287,25 +278,12 @@ class _Weight:
         ]
         values = self.floats(scales)
         if values.numel() == 1:
-            return _Grid(values.reshape(1, 1, 1).expand(experts, 1, 1), rows, None)
+            return Grid(values.reshape(1, 1, 1).expand(experts, 1, 1), rows, columns, None, factor, divisor)
         for layout, height, width in layouts:
             if layout == found:
-                at = torch.arange(columns) // width
-                return _Grid(values.reshape(experts, -(-rows // height), -1), height, at if width < columns else None)
+                values = values.reshape(experts, -(-rows // height), -1)
+                return Grid(values, height, min(width, columns), None, factor, divisor)
         raise self.wrong(f"has the shape {list(shape)}, which does not fit its scales of the shape {list(found)}")
-
-    def fill(
-        self, shape: torch.Size, piece: Callable[[int, slice], torch.Tensor], is_transposed: bool = False
-    ) -> torch.Tensor:
-        """A dense weight of this shape, or with its last two dimensions exchanged, from pieces: rows of an expert."""
-        *lead, rows, columns = shape
-        dense = torch.empty(*lead, *((columns, rows) if is_transposed else (rows, columns)), dtype=self.dtype)
-        filled = dense.mT if is_transposed else dense.view(-1, rows, columns)
-        step = max(ROWS, PIECE_VALUES // columns // ROWS * ROWS)
-        for expert, start in itertools.product(range(len(filled)), range(0, rows, step)):
-            part = slice(start, min(start + step, rows))
-            filled[expert, part] = piece(expert, part)
-        return dense
 
 
 def _companions(name: str, endings: Iterable[str]) -> list[str]:
@@ -319,7 +297,7 @@ def _said(tensor: torch.Tensor) -> str:
 _SCALES = ("_scale_inv", "_scale", "_weight_scale", ".scale", ".qscale_weight")
 
 
-def _rule(name: str, left: Mapping[str, torch.Tensor]) -> tuple[str, Callable[[_Weight], torch.Tensor]] | None:
+def _rule(name: str, left: Mapping[str, torch.Tensor]) -> tuple[str, Callable[[_Stored], PackedWeight]] | None:
     """The name of the dense weight, and what unpacks it, if a tensor holds the values of a packed one."""
     stem, dot, last = name.rpartition(".")
     tensor = left.get(name)
@@ -345,7 +323,7 @@ def _rule(name: str, left: Mapping[str, torch.Tensor]) -> tuple[str, Callable[[_
     return (name, _int8) if tensor.dtype is torch.int8 else None
 
 
-def _fp8(weight: _Weight) -> torch.Tensor:
+def _fp8(weight: _Stored) -> PackedWeight:
     scales, zeros, data = weight.need(*_SCALES), weight.take("_zero_point"), weight.data
     if zeros is not None and bool(zeros.reshape(-1).view(torch.uint8).any()):
         raise weight.wrong("has zero points beside float8")
@@ -361,28 +339,28 @@ def _fp8(weight: _Weight) -> torch.Tensor:
     is_rounded = weight.quantization.get("quant_method") == "compressed-tensors" and not _EXPERT.search(weight.name)
     rounded = scales.dtype if is_rounded and scales.dtype not in _EXPONENTS else torch.float32
     flat = data.reshape(-1, *data.shape[-2:])
-    return weight.fill(data.shape, lambda one, rows: (flat[one, rows].float() * grid.at(one, rows)).to(rounded))
+    return PackedWeight(flat, packed.fp8_numbers, data.shape, grid, rounded=rounded)
 
 
-def _fp4(weight: _Weight) -> torch.Tensor:
+def _fp4(weight: _Stored) -> PackedWeight:
     """NVFP4, of compressed-tensors or ModelOpt, and MXFP4."""
     scales = weight.need(*_SCALES)
     weight.expect(weight.data.dtype in (torch.uint8, torch.int8), "values", weight.data)
     weight.expect(scales.dtype in (*_FP8, *_EXPONENTS), "scales", scales)
     data = weight.data.view(torch.uint8).reshape(-1, *weight.data.shape[-2:])
     shape = torch.Size((*weight.data.shape[:-1], 2 * weight.data.shape[-1]))
-    grid = weight.grid(scales, shape, [(1, MX_GROUP if scales.dtype in _EXPONENTS else NV_GROUP)])
-    values, rounded = grid.values, torch.float32
+    factor, divisor, rounded = 1.0, 1.0, torch.float32
     if scales.dtype in _FP8:
-        if (divisor := weight.take("_global_scale")) is not None:
-            values, rounded = values / _one(weight, divisor), torch.bfloat16  # as the library of the format
+        if (divides := weight.take("_global_scale")) is not None:
+            divisor, rounded = _one(weight, divides), torch.bfloat16  # as the library of the format
         else:
-            values = values * _one(weight, weight.need("_scale_2", "_weight_scale_2"))
-    grid = replace(grid, values=values)
-    return weight.fill(shape, lambda one, rows: (_fp4_values(data[one, rows]) * grid.at(one, rows)).to(rounded))
+            factor = _one(weight, weight.need("_scale_2", "_weight_scale_2"))
+    group = MX_GROUP if scales.dtype in _EXPONENTS else NV_GROUP
+    grid = weight.grid(scales, shape, [(1, group)], factor, divisor)
+    return PackedWeight(data, packed.fp4_numbers, shape, grid, rounded=rounded)
 
 
-def _mxfp4_experts(weight: _Weight) -> torch.Tensor:
+def _mxfp4_experts(weight: _Stored) -> PackedWeight:
     """Experts of gpt-oss: blocks [experts, out, groups, 16] of a weight [experts, in, out]."""
     blocks, scales = weight.data, weight.need("_scales")
     is_packed = blocks.dtype is torch.uint8 and blocks.ndim == 4 and blocks.shape[3] * 2 == MX_GROUP
@@ -391,10 +369,10 @@ def _mxfp4_experts(weight: _Weight) -> torch.Tensor:
     data = blocks.flatten(2)
     shape = torch.Size((*data.shape[:2], 2 * data.shape[2]))
     grid = weight.grid(scales, shape, [(1, MX_GROUP)])
-    return weight.fill(shape, lambda one, rows: _fp4_values(data[one, rows]) * grid.at(one, rows), is_transposed=True)
+    return PackedWeight(data, packed.fp4_numbers, shape, grid, is_transposed=True)
 
 
-def _pack_quantized(weight: _Weight) -> torch.Tensor:
+def _pack_quantized(weight: _Stored) -> PackedWeight:
     """Integers of compressed-tensors, in words of 32 bits."""
     data, described = weight.data, weight.take("_shape")
     weight.expect(data.ndim == 2, "layout", data)
@@ -411,46 +389,36 @@ def _pack_quantized(weight: _Weight) -> torch.Tensor:
         raise weight.wrong(f"is {_said(data)}, from which its number of bits does not follow")
     bits = fitting[0]
     shape = torch.Size((rows, columns or words * 32 // bits))
-    return _affine(weight, shape, bits, 1 << (bits - 1), lambda part: _integers(data[part], bits, shape[1]))
+    return _affine(weight, shape, bits, 1 << (bits - 1), partial(packed.word_numbers, bits=bits, columns=shape[1]))
 
 
-def _int8(weight: _Weight) -> torch.Tensor:
+def _int8(weight: _Stored) -> PackedWeight:
     weight.expect(weight.data.ndim == 2, "layout", weight.data)
-    return _affine(weight, weight.data.shape, 8, 0, lambda part: weight.data[part])
+    return _affine(weight, weight.data.shape, 8, 0, packed.int8_numbers)
 
 
-def _affine(
-    weight: _Weight, shape: torch.Size, bits: int, middle: int, values: Callable[[slice], torch.Tensor]
-) -> torch.Tensor:
-    """A weight of integers of compressed-tensors.
-
-    Args:
-        middle: the integer that means 0 where there are no zero points.
-        values: the integers in some rows.
-    """
+def _affine(weight: _Stored, shape: torch.Size, bits: int, middle: int, numbers: packed.Numbers) -> PackedWeight:
+    """A weight of integers of compressed-tensors; `middle` means 0 where there are no zero points."""
     scales, zeros, order = weight.need(*_SCALES), weight.take("_zero_point"), weight.take("_g_idx")
     weight.expect(scales.is_floating_point() and scales.dtype.itemsize > 1, "scales", scales)
     groups = scales.shape[-1] if scales.ndim == 2 else 1
     grid = weight.grid(scales, shape, [(1, shape[1] // groups)] if groups and shape[1] % groups == 0 else [])
     if order is not None and not bool((order == -1).any()):  # -1 says that columns are in order
-        grid = replace(grid, columns=_groups(weight, order, shape[1], groups))
-    offsets = torch.full_like(grid.values, middle)
+        grid = Grid(grid.values, grid.height, grid.width, _groups(weight, order, shape[1], groups))
+    offsets: Grid | float = float(middle)
     if zeros is not None:
-        _, rows, columns = grid.values.shape
+        experts, rows, columns = grid.values.shape
         is_packed = zeros.dtype is torch.int32 and zeros.shape == (-(-rows * bits // 32), columns)
-        weight.expect(is_packed or (zeros.dtype is torch.int8 and zeros.numel() == offsets.numel()), "zeros", zeros)
-        found = _integers(zeros.T, bits, rows).T.float() if is_packed else zeros.float() + middle
-        offsets = found.reshape(offsets.shape)
-    middles = replace(grid, values=offsets)
-
-    def piece(_: int, part: slice) -> torch.Tensor:
-        # The library of the format rounds to the dtype of the scales as well.
-        return ((values(part).float() - middles.at(0, part)) * grid.at(0, part)).to(scales.dtype)
-
-    return weight.fill(shape, piece)
+        fits = is_packed or (zeros.dtype is torch.int8 and zeros.numel() == grid.values.numel())
+        weight.expect(fits, "zeros", zeros)
+        found = packed.integers(zeros.T, bits, rows).T if is_packed else zeros.float() + middle
+        found = found.to(torch.uint8 if middle else torch.int8).reshape(experts, rows, columns)
+        offsets = Grid(found, grid.height, grid.width, grid.columns)
+    # The library of the format rounds to the dtype of the scales as well.
+    return PackedWeight(weight.data[None], numbers, shape, grid, zeros=offsets, rounded=scales.dtype, bits=bits)
 
 
-def _gptq_or_awq(weight: _Weight) -> torch.Tensor:
+def _gptq_or_awq(weight: _Stored) -> PackedWeight:
     """Both keep [in, out]; AWQ packs along the second dimension in an order of its own, GPTQ along the first."""
     data, zeros, scales = weight.data, weight.need(".qzeros"), weight.need(".scales")
     order = weight.take(".g_idx")
@@ -463,35 +431,29 @@ def _gptq_or_awq(weight: _Weight) -> torch.Tensor:
     weight.expect(bits in (2, 3, 4, 8) and zeros.shape == (groups, -(-rows * bits // 32)), "zeros", zeros)
     weight.expect(is_awq or data.shape[1] == rows, "scales", scales)
     columns = len(data) if is_awq else len(data) * 32 // bits
-    if order is None:
+    found = None if order is None else _groups(weight, order, columns, groups)
+    if found is None:
         weight.expect(columns % groups == 0, "scales", scales)
-        group = torch.arange(columns) // (columns // groups)
-    else:
-        group = _groups(weight, order, columns, groups)
+    elif columns % groups == 0 and torch.equal(found, torch.arange(columns, dtype=torch.int32) // (columns // groups)):
+        found = None  # the columns are in order
     if is_awq:
-        offset = _awq_columns(zeros)
+        offset = packed.awq_columns(zeros)
     elif weight.quantization.get("quant_method") != "gptq":
         raise weight.wrong(
             "has zero points of GPTQ, and no quantization_config says in which of two ways they are stored"
         )
     else:
-        offset = _integers(zeros, bits, rows)
+        offset = packed.integers(zeros, bits, rows)
         if weight.quantization.get("checkpoint_format") != "gptq_v2":  # before, zero points were stored less one
-            offset = (offset + 1) & ((1 << bits) - 1)
-    grid = _Grid(weight.floats(scales).T[None], 1, group)
-    offsets = replace(grid, values=offset.T.float()[None])
-
-    def piece(_: int, part: slice) -> torch.Tensor:
-        if is_awq:
-            values = _awq_columns(data[:, part.start // 8 : -(-part.stop // 8)]).T.contiguous()
-        else:
-            values = _integers(data[:, part].T, bits, columns)
-        return (values.float() - offsets.at(0, part)) * grid.at(0, part)
-
-    return weight.fill(torch.Size((rows, columns)), piece)
+            offset = (offset + 1) % (1 << bits)
+    numbers = packed.awq_numbers if is_awq else partial(packed.gptq_numbers, bits=bits, columns=columns)
+    width = max(1, columns // groups)
+    grid = Grid(weight.floats(scales).T[None].contiguous(), 1, width, found)
+    offsets = Grid(offset.to(torch.uint8).T[None].contiguous(), 1, width, grid.columns)
+    return PackedWeight(data[None], numbers, (rows, columns), grid, zeros=offsets, bits=bits)
 
 
-def _mlx(weight: _Weight) -> torch.Tensor:
+def _mlx(weight: _Stored) -> PackedWeight:
     """Integers of MLX in words of 32 bits, each group with a scale and a bias."""
     data, scales, biases = weight.data.view(torch.int32), weight.need(".scales"), weight.need(".biases")
     weight.expect(data.ndim == 2 and scales.ndim == 2 and len(scales) == len(data), "scales", scales)
@@ -500,43 +462,19 @@ def _mlx(weight: _Weight) -> torch.Tensor:
     rows, columns = len(data), scales.shape[1] * group
     bits = data.shape[1] * 32 // max(1, columns)
     weight.expect(bits in (2, 3, 4, 5, 6, 8) and columns * bits == data.shape[1] * 32, "scales", scales)
-    shape = torch.Size((rows, columns))
-    grid = weight.grid(scales, shape, [(1, group)])
-    offsets = replace(grid, values=weight.floats(biases).reshape(grid.values.shape))
-    return weight.fill(
-        shape, lambda _, part: _integers(data[part], bits, columns) * grid.at(0, part) + offsets.at(0, part)
-    )
+    grid = weight.grid(scales, torch.Size((rows, columns)), [(1, group)])
+    offsets = Grid(weight.floats(biases).reshape(grid.values.shape), grid.height, grid.width)
+    numbers = partial(packed.word_numbers, bits=bits, columns=columns)
+    return PackedWeight(data[None], numbers, (rows, columns), grid, biases=offsets, bits=bits)
 
 
-def _groups(weight: _Weight, order: torch.Tensor, columns: int, groups: int) -> torch.Tensor:
+def _groups(weight: _Stored, order: torch.Tensor, columns: int, groups: int) -> torch.Tensor:
     """The group of each column, checked: it is used as an index."""
     is_order = order.dtype in (torch.int32, torch.int64) and order.shape == (columns,)
     weight.expect(is_order and bool(((order >= 0) & (order < groups)).all()), "groups of columns", order)
-    return order.long()
+    return order.int()
 
 
-def _one(weight: _Weight, scale: torch.Tensor) -> torch.Tensor:
+def _one(weight: _Stored, scale: torch.Tensor) -> float:
     weight.expect(scale.numel() == 1 and scale.is_floating_point(), "scale", scale)
-    return scale.float().reshape(1, 1, 1)
-
-
-def _fp4_values(data: torch.Tensor) -> torch.Tensor:
-    """The values in rows of bytes, of which each holds two: the lower four bits come first."""
-    return _FP4_PAIRS[data.int()].flatten(1)
-
-
-def _integers(words: torch.Tensor, bits: int, count: int) -> torch.Tensor:
-    """The first `count` integers of each row of int32; they lie one after the other, the lowest bits first."""
-    data = words.contiguous().view(torch.uint8)
-    if 8 % bits == 0:
-        shifts = torch.arange(0, 8, bits, dtype=torch.uint8)
-        return ((data[..., None] >> shifts) & ((1 << bits) - 1)).flatten(1)[:, :count]
-    starts = torch.arange(count) * bits
-    first = starts // 8
-    pairs = data[:, first].int() | data[:, (first + 1).clamp(max=data.shape[1] - 1)].int() << 8
-    return (pairs >> (starts % 8).int()) & ((1 << bits) - 1)
-
-
-def _awq_columns(words: torch.Tensor) -> torch.Tensor:
-    integers: torch.Tensor = _integers(words, 4, 8 * words.shape[1]).unflatten(1, (-1, 8))[:, :, _AWQ_ORDER]
-    return integers.flatten(1)
+    return float(scale)

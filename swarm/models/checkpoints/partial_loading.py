@@ -1,15 +1,16 @@
 """Building part of a transformers model from part of a checkpoint.
 
 transformers loads the tensors, so its own conversions (renamed tensors, experts fused into one tensor) apply as they do
-for a whole model. Packed weights are unpacked before, except those of bitsandbytes.
+for a whole model. Packed weights go where they belong beside it, except those of bitsandbytes.
 """
 
 from __future__ import annotations
 
 import copy
 import logging
+import math
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,8 @@ from transformers.utils import logging as transformers_logging
 from swarm.common.dtypes import HIDDEN_DTYPES, dtype_name
 from swarm.errors import CheckpointError, InvalidOption
 from swarm.models.checkpoints import packed_weights
+from swarm.models.checkpoints.packed_places import Hold, Place, take_places, wrong_shape
+from swarm.models.weights.packed import PackedWeight
 
 MAX_VALUES_A_STORED_ONE = 2
 VALUES_A_BITSANDBYTES_ONE = 16
@@ -60,36 +63,45 @@ def load_partial_model(
     model_class: type[PreTrainedModel],
     config: PreTrainedConfig,
     cut: Callable[[PreTrainedModel], None],
-    tensors: Mapping[str, torch.Tensor],
+    tensors: dict[str, torch.Tensor],
     dtype: torch.dtype,
     may_be_missing: Callable[[str], bool] = lambda name: False,
     converted: bool = False,
+    hold: Hold | None = None,
 ) -> Any:
     """Build `model_class` on the meta device, let `cut` change it, then fill it with `tensors`.
 
     Args:
         cut: removes the parts of the model that are not loaded.
+        tensors: the packed ones are taken out, so that their memory is free as soon as they are unpacked.
         may_be_missing: whether the tensor of this name may be missing; the family then initializes it at random.
         converted: whether the tensors were converted already, when a model was loaded from which they come.
+        hold: makes the layers for packed weights that stay packed; None to unpack all.
 
     Raises:
         CheckpointError: tensors are missing, do not fit the model, or are packed in a way that is not read.
     """
     quantization = None if converted else packed_weights.quantization_of(config)
-    if not converted:
-        tensors = packed_weights.unpack(tensors, quantization, dtype)
+    packed: dict[str, PackedWeight] = {} if converted else packed_weights.take_packed(tensors, quantization)
+    places: list[Place] = []
     is_unpacked = not packed_weights.is_bitsandbytes(quantization)
     if is_unpacked:
         config = copy.copy(config)
         config.__dict__.pop("quantization_config", None)
-    stored = sum(one.numel() for one in tensors.values())  # the class lives as long as the model: it keeps no tensors
+    # The class lives as long as the model: it keeps no tensors.
+    stored = sum(one.numel() for one in tensors.values()) + sum(math.prod(one.shape) for one in packed.values())
     integers = [name for name, one in tensors.items() if is_unpacked and not one.is_floating_point()]
+    state = dict(tensors)
 
     def build(self: PreTrainedModel, config: PreTrainedConfig) -> None:
         model_class.__init__(self, config)  # type: ignore[misc]
         cut(self)
         _require_floats(self, integers)
         _require_stored(self, stored * (1 if is_unpacked else VALUES_A_BITSANDBYTES_ONE), may_be_missing)
+        places.extend(take_places(self, packed))
+        with torch.device("cpu"):
+            for name in list(packed):
+                state[name] = packed.pop(name).dense(dtype)
 
     # transformers looks up its conversions by the class's name and module, and has none for modules of others.
     module = __name__ if converted else model_class.__module__
@@ -99,7 +111,7 @@ def load_partial_model(
             model, report = cut_class.from_pretrained(
                 None,
                 config=config,
-                state_dict=dict(tensors),
+                state_dict=state,
                 dtype=dtype,
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,  # here, where the shapes can be told
@@ -112,10 +124,7 @@ def load_partial_model(
     except ImportError as error:  # bitsandbytes is not installed
         raise CheckpointError(f"this checkpoint cannot be loaded here: {error}") from error
     for name, found, described in sorted(report["mismatched_keys"]):
-        raise CheckpointError(
-            f"{name} has the shape {list(found)} in the checkpoint, but config.json describes {list(described)}: they "
-            "are of different models, or one of the files is damaged; download the model again"
-        )
+        raise wrong_shape(name, found, described)
     names = sorted(name for name in report["missing_keys"] if not may_be_missing(name))
     if names:
         raise CheckpointError(f"the checkpoint lacks {len(names)} tensors that the model needs, such as {names[0]}")
@@ -123,6 +132,10 @@ def load_partial_model(
         raise CheckpointError(f"a {config.model_type} model has no tensor {sorted(report['unexpected_keys'])[0]}")
     packed_weights.refuse_companions(report["unexpected_keys"])
     _require_packed(model)
+    while places:
+        places.pop().fill(model, dtype, hold)
+    if hold is not None:
+        model.config._experts_implementation = "eager"  # the loop that asks for the experts' weights one by one
     model.requires_grad_(False)
     return model
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,11 +13,13 @@ from swarm.common import console
 from swarm.data_structures import Span
 from swarm.models.block_loading import load_block, return_freed_memory
 from swarm.models.checkpoints.checkpoint import Checkpoint
+from swarm.models.checkpoints.packed_places import Hold
 from swarm.models.cutting import cut_layers
 from swarm.models.execution.hooked_module import HookedModule
 from swarm.models.execution.span_model import SpanModel
 from swarm.models.execution.strategy_choice import LayoutRequest, choose_layout
 from swarm.models.weights import frozen_linear, quantization
+from swarm.models.weights.packed import held
 
 
 class SpanAssembly:
@@ -65,7 +68,7 @@ def load_span(
 ) -> SpanModel:
     """Load the tensors of `span` and nothing else.
 
-    Peak memory is that of the loaded span plus one block in `dtype`.
+    Peak memory is that of the loaded span plus one block in `dtype`; of packed weights, plus one block as it is stored.
 
     Args:
         quant: form of the weights, see `swarm.models.weights.quantization`.
@@ -79,13 +82,16 @@ def load_span(
     """
     checkpoint.validate_span(span.start, span.end)
     quantization.require_available(quant, device)
+    hold: Hold | None = None
+    if quant == quantization.PACKED:
+        hold = partial(held, dtype=dtype, device=device)
     path = checkpoint.structure.layers_path
     assembly = SpanAssembly(checkpoint, span)
     digests: list[str] = []
-    doing = "Loading" if quant == quantization.NONE else f"Quantizing to {quant}:"
+    doing = "Loading" if quant in (quantization.NONE, quantization.PACKED) else f"Quantizing to {quant}:"
     title = f"{doing} blocks {span}" if progress else None
     for block in console.iterate_with_progress(range(span.start, span.end), title, "block"):
-        model, digest = load_block(checkpoint, block, dtype)
+        model, digest = load_block(checkpoint, block, dtype, hold)
         quantization.quantize(model.get_submodule(path), quant, device)
         # On a CPU, this affects the modules that were not quantized.
         frozen_linear.prepack(model.to(device).get_submodule(path))

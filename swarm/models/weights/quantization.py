@@ -1,12 +1,13 @@
 """Weights in 8 and 4 bits: the forms, the memory that they take, and which layers hold them.
 
     none    the dtype that the server computes in
+    packed  as the checkpoint stores them, if it does in fewer bits (`swarm.models.weights.packed`)
     int8    one scale for each output, weights only
     nf4     on a GPU: bitsandbytes' 4-bit NormalFloat, scales quantized too (Dettmers et al. 2023)
     int4    on a CPU, which has no fast kernels for NF4: 16 evenly spaced values between the least and the greatest of
             each group of weights
 
-Only plain linear layers are quantized; the fused experts of a mixture are not.
+Only plain linear layers are quantized; the fused experts of a mixture are not, unless the checkpoint has them packed.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ from swarm.models.weights.weight_only import (
     int4_layout,
 )
 
-NONE, INT8, NF4, INT4 = "none", "int8", "nf4", "int4"
-QUANTIZATION_FORMS = frozenset({NONE, INT8, NF4, INT4})
+NONE, PACKED, INT8, NF4, INT4 = "none", "packed", "int8", "nf4", "int4"
+QUANTIZATION_FORMS = frozenset({NONE, PACKED, INT8, NF4, INT4})
 
 
 def form_for_device(device: torch.device, requested: str) -> str:
-    """The form in which `requested` ("none", "int8" or "nf4") is held on a device: 4 bits are nf4 on a GPU only."""
+    """The form in which `requested` (as in --quant) is held on a device: 4 bits are nf4 on a GPU only."""
     return INT4 if requested == NF4 and device.type != "cuda" else requested
 
 
@@ -78,7 +79,7 @@ def quantize(layers: nn.Module, form: str, device: torch.device) -> None:
     Raises `InvalidOption` if this machine cannot compute with them.
     """
     require_available(form, device)
-    if form == NONE:
+    if form in (NONE, PACKED):
         return
 
     def replacement(linear: nn.Linear) -> nn.Module | None:
@@ -95,7 +96,7 @@ def quantize(layers: nn.Module, form: str, device: torch.device) -> None:
 
 def require_available(form: str, device: torch.device) -> None:
     """Raise `InvalidOption` if this machine cannot compute with weights in `form`."""
-    if form == NONE:
+    if form in (NONE, PACKED):
         return
     if device.type not in ("cpu", "cuda"):
         raise InvalidOption(f"--quant: weights are quantized on CPUs and CUDA devices, not on {device.type}; use none")

@@ -7,7 +7,7 @@ the inputs to bfloat16. On a GPU, weights in 8 bits are multiplied by inputs of 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from typing import cast
 
@@ -157,18 +157,25 @@ def int4_grid(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.T
 
 
 class Int4Linear(WeightOnlyLinear):
-    """4 bits a weight on a CPU: one scale and one offset (bfloat16) for each group of `INT4_GROUP_SIZE` weights."""
+    """4 bits a weight on a CPU: one scale and one offset (bfloat16) for each group of weights."""
 
     max_kernel_tokens = 64
 
     @torch.no_grad()
-    def __init__(self, linear: nn.Linear) -> None:
+    def __init__(
+        self,
+        linear: nn.Linear,
+        grid: Callable[[int, int], tuple[torch.Tensor, torch.Tensor, torch.Tensor]] | None = None,
+        group_size: int = INT4_GROUP_SIZE,
+    ) -> None:
+        """`grid(start, end)` is the `int4_grid` of rows [start, end) where they have one already."""
         super().__init__(linear)
-        groups = self.in_features // INT4_GROUP_SIZE
+        self.group_size = group_size
+        groups = self.in_features // group_size
         values = torch.empty(self.out_features, self.in_features // 2, dtype=torch.uint8)
         scales_GO2 = torch.empty(groups, self.out_features, 2, dtype=torch.bfloat16)
         for start, end in self._part_bounds():  # torch packs blocks of 64 rows, so parts can be packed alone
-            levels, scales_OG, offsets_OG = int4_grid(linear.weight[start:end])
+            levels, scales_OG, offsets_OG = grid(start, end) if grid else int4_grid(linear.weight[start:end])
             values[start:end] = _pack_int4(levels.to(torch.int32))
             scales_GO2[:, start:end] = torch.stack([scales_OG.T, offsets_OG.T], dim=2)
         self.values = nn.Parameter(values, requires_grad=False)
@@ -176,7 +183,7 @@ class Int4Linear(WeightOnlyLinear):
 
     def _multiply_packed(self, tokens: torch.Tensor) -> torch.Tensor:
         multiply = torch.ops.aten._weight_int4pack_mm_for_cpu.default
-        return cast(torch.Tensor, multiply(tokens, self.values, INT4_GROUP_SIZE, self.scales))
+        return cast(torch.Tensor, multiply(tokens, self.values, self.group_size, self.scales))
 
     def _unpack_part(self, start: int, end: int) -> torch.Tensor:
         return torch.cat([block.transpose(1, 2).flatten(0, 1) for block in self._unpack_blocks(start, end)])
@@ -196,12 +203,12 @@ class Int4Linear(WeightOnlyLinear):
         """
         layout = int4_layout()
         assert layout is not None
-        half, groups = self.in_features // 2, self.in_features // INT4_GROUP_SIZE
+        half, groups = self.in_features // 2, self.in_features // self.group_size
         for levels_BIR in _unpack_int4(self.values.view(-1)[start * half : end * half], end - start, *layout):
             blocks, _, rows = levels_BIR.shape
             scales_GO2 = self.scales[:, start : start + blocks * rows]
             scales_BGR, offsets_BGR = scales_GO2.view(groups, blocks, rows, 2).permute(3, 1, 0, 2).contiguous()
-            weight = levels_BIR.to(torch.bfloat16).sub_(8).view(blocks, groups, INT4_GROUP_SIZE, rows)
+            weight = levels_BIR.to(torch.bfloat16).sub_(8).view(blocks, groups, self.group_size, rows)
             weight.mul_(scales_BGR.unsqueeze(2)).add_(offsets_BGR.unsqueeze(2))
             yield weight.view(blocks, self.in_features, rows)
             start += blocks * rows

@@ -231,7 +231,7 @@ class Assign(Message, frozen=True):
     digests: Digests
     total_bytes: Bytes
     dtype: Literal["auto", "float32", "bfloat16", "float16"]
-    quant: Literal["none", "int8", "nf4"]
+    quant: Literal["none", "packed", "int8", "nf4"]
     cache_tokens: Annotated[int, msgspec.Meta(ge=1, le=2**40)]
     threads: Annotated[int, msgspec.Meta(ge=1, le=4096)] | None
     initial_peers: Annotated[Addresses, msgspec.Meta(min_length=1)]

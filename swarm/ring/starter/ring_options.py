@@ -23,7 +23,7 @@ from swarm.ring.starter.ring_plan import MAX_WORKERS, parse_partition
 from swarm.server.limits import DEFAULT_CACHE_TOKENS
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
-Quant = Literal["none", "int8", "nf4"]
+Quant = Literal["none", "packed", "int8", "nf4"]
 
 
 @dataclass(frozen=True)
