@@ -72,26 +72,30 @@ def test_texts_are_those_of_transformers(name, tmp_path, monkeypatch):
         check_texts(swarm, model, local)
 
 
-@pytest.mark.parametrize(
-    "layout", slow_except(["fp8 blocks", "compressed-tensors int4", "AWQ", "GPTQ desc_act", "ModelOpt NVFP4"], "AWQ")
-)
+PACKED = {
+    "MXFP4": "gpt_oss",
+    "fp8 blocks of 32": "qwen3_moe",
+    **dict.fromkeys(("compressed-tensors int4", "AWQ", "GPTQ desc_act", "ModelOpt NVFP4", "MXFP8", "MLX 8"), "llama"),
+}
+
+
+@pytest.mark.parametrize("layout", slow_except(PACKED, "fp8 blocks of 32"))
 def test_texts_of_packed_weights(layout, tmp_path):
-    """Those of the plain weights that the packed ones mean."""
-    folder, plain_folder = packed_layouts.make(layout, tmp_path)
-    local = AutoModelForCausalLM.from_pretrained(plain_folder, dtype=torch.float32)
-    expected = local.generate(prompt(7), **{**SETTINGS, "max_new_tokens": 2 * NEW})[0, 7:].tolist()
-    assert len(set(expected)) >= 4, "text that does not vary proves nothing"
-    with run_swarm(folder, ("0:1", "1:2", "1:2"), dtype="float32") as swarm:
+    """Those of transformers' own load of the files, or where it needs a package for that, of the plain weights that
+    they mean; from servers of which two hold the weights packed, and one has unpacked them."""
+    if layout == "MXFP4":
+        folder = plain_folder = packed_layouts.make_mxfp4(tmp_path / "packed", torch.float32)
+    else:
+        folder, plain_folder = packed_layouts.make(layout, tmp_path, PACKED[layout])
+    local = AutoModelForCausalLM.from_pretrained(folder if "fp8" in layout else plain_folder, dtype=torch.float32)
+    with run_swarm(folder, ("0:1", "1:2"), dtype="float32", quant="packed") as swarm:
+        swarm.start("1:2", dtype="float32", quant="none").wait_ready()
         with run_client(swarm, dtype="float32") as model:
-
-            def kill(session: Any) -> None:
-                holder(swarm, session, 1).kill()
-
-            assert write(model, prompt(7), 2 * NEW, {KILLED_BEFORE: kill}) == expected
+            check_texts(swarm, model, local, killed=1)
 
 
-def check_texts(swarm: TestSwarm, model: Any, local: PreTrainedModel) -> None:
-    """Everything that people do with a model, with the same result as `local`."""
+def check_texts(swarm: TestSwarm, model: Any, local: PreTrainedModel, killed: int = 2) -> None:
+    """Everything that people do with a model, with the same result as `local`; the server of one block is killed."""
     batch = padded_batch()
     expected = local.generate(**batch, **SETTINGS)
     assert all(row.unique().numel() >= 4 for row in expected[:, -NEW:]), "text that does not vary proves nothing"
@@ -110,7 +114,7 @@ def check_texts(swarm: TestSwarm, model: Any, local: PreTrainedModel) -> None:
         assert model.generate(short, **SETTINGS).tolist() == known
 
     def kill(session: Any) -> None:
-        holder(swarm, session, 2).kill()
+        holder(swarm, session, killed).kill()
 
     assert [short[0].tolist() + write(model, short, NEW, {KILLED_BEFORE: kill})] == known
 

@@ -12,6 +12,7 @@ from swarm.models.checkpoints.footprint import MemoryFootprint
 from swarm.server import memory_budget as memory
 from swarm.server.limits import MAX_MEMORY_SHARE
 from swarm.server.memory_budget import MemoryBudget, choose_quantization, resolve_device, resolve_quantization
+from tests.models.checkpoints import packed_layouts
 
 CPU = torch.device("cpu")
 
@@ -107,6 +108,20 @@ def test_the_form_is_said(caplog, monkeypatch):
     )
     assert resolved("nf4") == ("int4", "Weights: int4, as asked for (nf4 needs a GPU and bitsandbytes)")
     assert resolved("int8", 10) == ("int8", "Weights: int8, as asked for")
+
+
+def test_packed_weights_stay_so_where_that_helps(tmp_path, monkeypatch):
+    fp8, _ = packed_layouts.make("fp8 blocks", tmp_path / "fp8")
+    int4, _ = packed_layouts.make("compressed-tensors int4", tmp_path / "int4")
+    for folder, dtype, free, expected in [
+        (fp8, torch.bfloat16, 1 << 40, "none"),
+        (fp8, torch.bfloat16, 500_000, "packed"),
+        (fp8, torch.float32, 500_000, "packed"),
+        (int4, torch.bfloat16, 1 << 40, "packed"),
+        (int4, torch.float32, 1 << 40, "none"),
+    ]:
+        monkeypatch.setattr(memory, "free_memory", lambda device, free=free: free)
+        assert resolve_quantization("auto", open_checkpoint(folder), CPU, dtype, Span(0, 2), 16) == expected
 
 
 def test_room_for_adapters():

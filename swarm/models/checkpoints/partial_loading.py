@@ -88,7 +88,6 @@ def load_partial_model(
     if is_unpacked:
         config = copy.copy(config)
         config.__dict__.pop("quantization_config", None)
-    # The class lives as long as the model: it keeps no tensors.
     stored = sum(one.numel() for one in tensors.values()) + sum(math.prod(one.shape) for one in packed.values())
     integers = [name for name, one in tensors.items() if is_unpacked and not one.is_floating_point()]
     state = dict(tensors)
@@ -123,6 +122,8 @@ def load_partial_model(
         raise CheckpointError(f"the weights do not fit a {config.model_type} model: {reason}") from error
     except ImportError as error:  # bitsandbytes is not installed
         raise CheckpointError(f"this checkpoint cannot be loaded here: {error}") from error
+    finally:
+        state.clear()  # the class, which lives as long as the model, would keep the tensors
     for name, found, described in sorted(report["mismatched_keys"]):
         raise wrong_shape(name, found, described)
     names = sorted(name for name in report["missing_keys"] if not may_be_missing(name))

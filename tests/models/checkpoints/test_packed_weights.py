@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,15 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from swarm.data_structures import Span
-from swarm.errors import CheckpointError
+from swarm.data_structures import Span, StepLayout
+from swarm.errors import CheckpointError, InvalidOption
 from swarm.models.block_loading import load_block
 from swarm.models.blockless_model import load_blockless_model
 from swarm.models.checkpoints import packed_weights
 from swarm.models.checkpoints.checkpoint import SINGLE_FILE, open_checkpoint
+from swarm.models.checkpoints.footprint import memory_footprint
+from swarm.models.execution.gradients import compute_gradients
+from swarm.models.execution.span_model import SpanModel
 from swarm.models.loading.span_loading import load_span
 from tests import zoo
 from tests.models.checkpoints import packed_layouts
@@ -43,6 +47,13 @@ def loaded(folder: Path, dtype: torch.dtype) -> dict[str, torch.Tensor]:
         for name, tensor in model.get_submodule(f"{layers}.0").state_dict().items():
             found[f"model.{layers}.{block}.{name}"] = tensor
     return found
+
+
+def unpack(tensors: dict[str, torch.Tensor], quantization: Any) -> dict[str, torch.Tensor]:
+    """The tensors, with the packed weights as plain ones in float32."""
+    left = dict(tensors)
+    found = packed_weights.take_packed(left, quantization)
+    return left | {name: one.dense(torch.float32) for name, one in found.items()}
 
 
 def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
@@ -100,6 +111,77 @@ def test_a_span_computes_what_the_dense_model_does(tmp_path, layout):
         span = load_span(open_checkpoint(packed), Span(0, 1), dtype=torch.float32, device=torch.device("cpu"))
         found = span.forward(states[0])
     assert (found - states[1]).norm() <= 1e-5 * states[1].norm()
+
+
+def make_any(layout: str, folder: Path, family: str) -> Path:
+    return (
+        packed_layouts.make_mxfp4(folder, torch.float32)
+        if family == "gpt_oss"
+        else (packed_layouts.make(layout, folder, family)[0])
+    )
+
+
+def span_of(folder: Path, dtype: torch.dtype, quant: str) -> SpanModel:
+    return load_span(open_checkpoint(folder), Span(0, 2), dtype=dtype, device=torch.device("cpu"), quant=quant)
+
+
+@pytest.mark.parametrize(
+    ("layout", "family"),
+    [*((layout, "llama") for layout in LAYOUTS), *((one, "qwen3_moe") for one in list(LAYOUTS)[::3]), ("", "gpt_oss")],
+)
+def test_weights_that_stay_packed(tmp_path, layout, family):
+    """They compute the same, experts too, in no more memory than their file and what is counted beforehand."""
+    folder = make_any(layout, tmp_path, family)
+    inputs = torch.randn(1, 70, 128, generator=torch.Generator().manual_seed(0))
+    plain = span_of(folder, torch.float32, "none").forward(inputs)
+    found = span_of(folder, torch.float32, "packed")
+    assert (found.forward(inputs) - plain).norm() <= 1e-6 * plain.norm()
+    checkpoint = open_checkpoint(folder)
+    stored = sum(size for name, (_, size) in checkpoint.stored_tensors().items() if checkpoint.locate(name))
+    in_16_bits = span_of(folder, torch.bfloat16, "packed")
+    assert in_16_bits.weight_bytes <= 1.15 * stored
+    counted = sum(memory_footprint(checkpoint, torch.bfloat16, "packed").block_bytes)
+    assert in_16_bits.weight_bytes <= 1.02 * counted <= 1.4 * in_16_bits.weight_bytes
+    errors = [
+        float((span.forward(inputs.bfloat16()) - plain).norm())
+        for span in (in_16_bits, span_of(folder, torch.bfloat16, "none"))
+    ]
+    assert errors[0] <= 1.1 * errors[1], "rounding in another way must not lose more"
+
+
+def test_gradients_pass_packed_weights(tmp_path):
+    inputs, ends = torch.randn(2, 5, 128, generator=torch.Generator().manual_seed(0))
+    for family, layout in (("llama", "fp8 blocks"), ("qwen3_moe", "AWQ"), ("gpt_oss", "")):
+        folder = make_any(layout, tmp_path / family, family)
+        plain, packed = (
+            compute_gradients(span_of(folder, torch.float32, quant), inputs, ends, StepLayout((0,), (5,))).inputs
+            for quant in ("none", "packed")
+        )
+        assert (packed - plain).norm() <= 1e-5 * plain.norm()
+
+
+def test_plain_weights_cannot_stay_packed(tmp_path):
+    _, plain = packed_layouts.make("fp8 blocks", tmp_path)
+    with pytest.raises(InvalidOption, match="weights of plain are not packed in its checkpoint; use auto or none"):
+        memory_footprint(open_checkpoint(plain), torch.float32, "packed")
+
+
+def test_experts_of_other_shapes_are_refused(tmp_path):
+    folder, _ = packed_layouts.make("fp8 blocks", tmp_path, "qwen3_moe")
+    expert = "model.layers.1.mlp.experts.2."
+    weight = load_file(folder / SINGLE_FILE)[f"{expert}up_proj.weight"]
+    for changes, words in (
+        ({"up_proj.weight": weight[:, :64].clone(), "up_proj.weight_scale_inv": torch.ones(1, 1)}, "different shapes"),
+        (
+            {f"{one}_proj.weight{end}": None for one in ("up", "gate", "down") for end in ("", "_scale_inv")},
+            "the shape",
+        ),
+        ({"up_proj.weight": None, "up_proj.weight_scale_inv": None}, "different shapes|the shape"),
+    ):
+        copy = Path(shutil.copytree(folder, tmp_path / str(len(changes)), dirs_exist_ok=True))
+        changed(copy, {expert + name: one for name, one in changes.items()})
+        with pytest.raises(CheckpointError, match=words):
+            load_block(open_checkpoint(copy), 1, torch.float32)
 
 
 def test_no_layer_of_transformers_keeps_float8(tmp_path, monkeypatch):
@@ -173,7 +255,7 @@ def test_float8_that_is_said_to_be_packed_by_bitsandbytes(tmp_path):
 
 def test_names_that_families_have_themselves_are_left_alone():
     plain = {"router.scale": torch.ones(3), "layer_scale": torch.ones(1), "rotary_emb.inv_freq": torch.ones(4)}
-    assert packed_weights.unpack(plain, None, torch.float32) == plain
+    assert unpack(plain, None) == plain
     packed_weights.refuse_companions(
         ["rotary_emb.inv_freq", "rotary_emb.scale", "k_proj.k_scale", "mlp.input_scale", "attn.bias"]
     )
@@ -199,7 +281,7 @@ def test_fused_experts_of_float8():
         ("modelopt", "_weight_scale", blocks[:, 0, 0], blocks[:, :1, :1]),
     ):
         stored = {"experts.up": data, f"experts.up{name}": scales}
-        found = packed_weights.unpack(stored, {"quant_method": method}, torch.float32)
+        found = unpack(stored, {"quant_method": method})
         assert found.keys() == {"experts.up"}
         assert torch.equal(found["experts.up"], data.float() * factors)
 
@@ -314,7 +396,7 @@ def test_changed_tensors_are_unpacked_or_refused(layout, changes, quantization):
         if change is not None or not stored:
             stored[name] = tensor if change is None else change(tensor)
     try:
-        found = packed_weights.unpack(stored, quantization or config, torch.float32)
+        found = unpack(stored, quantization or config)
     except CheckpointError:
         return
     assert sum(one.numel() for one in found.values()) <= 4 * sum(one.nbytes for one in stored.values())
