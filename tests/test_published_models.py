@@ -75,7 +75,7 @@ def test_texts_are_those_of_transformers(name, tmp_path, monkeypatch):
 PACKED = {
     "MXFP4": "gpt_oss",
     "fp8 blocks of 32": "qwen3_moe",
-    **dict.fromkeys(("compressed-tensors int4", "AWQ", "GPTQ desc_act", "ModelOpt NVFP4", "MXFP8", "MLX 8"), "llama"),
+    **dict.fromkeys(("compressed-tensors int4", "AWQ", "GPTQ desc_act", "ModelOpt NVFP4", "MXFP8"), "llama"),
 }
 
 
