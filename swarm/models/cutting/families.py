@@ -17,7 +17,7 @@ from transformers.conversion_mapping import (
     get_checkpoint_conversion_mapping,
     register_checkpoint_conversion_mapping,
 )
-from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
@@ -35,10 +35,10 @@ UNSUPPORTED_FAMILIES = {
     "inkling2_text": "its layers mix what several earlier ones returned",
     "inkling_text": "its attention depends on the longest text that is computed at once",
     "minimax": "its states lie in a cache of its own kind",
-    "qwen4_exp_text": "its layers keep index keys and states, which are kept in different layouts",
+    "qwen4_exp_text": "its layers pass several hidden states on, and look up embeddings by the tokens",
     "recurrent_gemma": "it keeps the states of its layers in the model itself",
-    "zamba": "its layers share weights",
-    "zamba2": "its layers share weights",
+    "zamba": "some of its layers get the tokens' embeddings beside the hidden states",
+    "zamba2": "some of its layers get the tokens' embeddings beside the hidden states",
     "zaya": "it keeps weights beside its layers",
     "longcat_flash": "each of its layers holds two attention layers",
 }
@@ -53,6 +53,9 @@ PLAIN_HEADS = {
 }
 """Families inside wrappers that have no causal language model of their own: the wrapper adds one matrix to them."""
 
+OTHER_NAME_OF_CACHE = {"falcon_mamba", "mamba", "mamba2"}
+"""Families whose models call their cache `cache_params`; all their layers have a state, and nothing else."""
+
 EXPERTS_AS_IN_WRAPPER = {"glm4v_moe_text": "glm4v_moe", "qwen3_vl_moe_text": "qwen3_vl_moe"}
 """Families whose experts transformers knows how to fuse or turn only for the whole wrapper."""
 
@@ -62,7 +65,7 @@ WRAPPERS = frozenset(
         *("qwen3_vl_moe", "glm4v", "glm46v", "glm4v_moe", "internvl", "llava", "llava_next", "llava_onevision", "aria"),
         *("exaone4_5", "idefics3", "smolvlm", "ovis2", "got_ocr2", "video_llama_3", "lighton_ocr", "janus", "fuyu"),
         *("deepseek_vl", "vipllava", "hyperclovax_vision_v2", "moss_transcribe_diarize", "voxtral", "qwen2_audio"),
-        *("qwen3_5", "qwen3_5_moe", "lfm2_vl"),
+        *("qwen3_5", "qwen3_5_moe", "lfm2_vl", "dots3_note"),
     }
 )
 """Wrappers that compute a text as the model inside does, each compared with it by a test. Some others do not: in
@@ -73,6 +76,9 @@ POSITIONS_FROM_CACHE_LENGTH = {"llama4_text"}
 
 FILL_THEIR_LAYERS = {"falcon_h1"}
 """Families whose model, when it is initialized, fills tensors in its layers, which a client does not have."""
+
+FORGET_STATES = {"falcon_mamba", "jamba", "mamba"}
+"""Families whose layers begin anew, without a word, where several tokens continue a sequence."""
 
 LAYER_TYPES_WITH_STATES = {"linear_attention", "conv", "hybrid", "hybrid_sliding"}
 """Layer types that keep a state, which each token changes, alone or beside keys and values."""
@@ -159,23 +165,56 @@ def has_states(config: PreTrainedConfig) -> bool:
 
 def base_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
     """The family's model without a head."""
-    return _only(MODEL_MAPPING[type(config)])
+    family_class = _only(MODEL_MAPPING[type(config)])
+    return _with_usual_cache(family_class) if config.model_type in OTHER_NAME_OF_CACHE else family_class
 
 
 def causal_lm_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
     """The family's model with a language modelling head."""
     if config.model_type in PLAIN_HEADS:
-        return _with_plain_head(base_class(config))
+        return _with_plain_head(base_class(config), "model", "embed_tokens")
+    if config.model_type in OTHER_NAME_OF_CACHE:
+        return _with_plain_head(base_class(config), "backbone", "embeddings")
     return _only(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)])
 
 
-def _with_plain_head(base: type[PreTrainedModel]) -> type[PreTrainedModel]:
-    """A causal language model of this base model and one matrix, as its wrapper has it."""
-    parent: type[PreTrainedModel] = base.__bases__[0]
+def _with_usual_cache(base: type[PreTrainedModel]) -> type[PreTrainedModel]:
+    """This base model with the arguments and outputs that all other families have."""
+
+    def forward(
+        self: Any,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        past_key_values: Any = None,
+        inputs_embeds: torch.Tensor | None = None,
+        use_cache: bool | None = None,
+        **more: Any,
+    ) -> BaseModelOutputWithPast:
+        outputs = base.forward(
+            self,
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            cache_params=past_key_values,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+        )
+        return BaseModelOutputWithPast(outputs.last_hidden_state, outputs.cache_params)
+
+    return type(base.__name__, (base,), {"__module__": base.__module__, "forward": forward})
+
+
+def _with_plain_head(base: type[PreTrainedModel], name: str, embeddings: str) -> type[PreTrainedModel]:
+    """A causal language model of this base model and one matrix.
+
+    Args:
+        name: of the base model in it.
+        embeddings: name of the base model's embeddings.
+    """
+    parent = next(one for one in base.__mro__ if one.__name__.endswith("PreTrainedModel"))
 
     def build(self: Any, config: PreTrainedConfig) -> None:
         parent.__init__(self, config)  # type: ignore[misc]
-        self.model = base(config)
+        setattr(self, name, base(config))
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
@@ -191,7 +230,7 @@ def _with_plain_head(base: type[PreTrainedModel]) -> type[PreTrainedModel]:
         logits_to_keep: int | torch.Tensor = 0,
         **more: Any,
     ) -> CausalLMOutputWithPast:
-        outputs = self.model(
+        outputs = getattr(self, name)(
             input_ids=input_ids,
             attention_mask=attention_mask,
             position_ids=position_ids,
@@ -209,11 +248,11 @@ def _with_plain_head(base: type[PreTrainedModel]) -> type[PreTrainedModel]:
         "__init__": build,
         "__module__": base.__module__,
         "forward": forward,
-        "base_model_prefix": "model",
-        "_tied_weights_keys": {"lm_head.weight": "model.embed_tokens.weight"},
+        "base_model_prefix": name,
+        "_tied_weights_keys": {"lm_head.weight": f"{name}.{embeddings}.weight"},
     }
-    name = base.__name__.removesuffix("Model").removesuffix("Text") + "ForCausalLM"
-    return type(name, (parent, GenerationMixin), members)
+    class_name = base.__name__.removesuffix("Model").removesuffix("Text") + "ForCausalLM"
+    return type(class_name, (parent, GenerationMixin), members)
 
 
 def classification_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
