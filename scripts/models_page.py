@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import tempfile
 import textwrap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -13,8 +14,9 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.utils import logging
 
 from swarm.errors import UnsupportedModel
+from swarm.models.checkpoints.checkpoint import open_checkpoint
 from swarm.models.cutting import families
-from tests import test_published_models, wrappers, zoo
+from tests import popular_models, test_published_models, wrappers, zoo
 from tests.models import test_all_families
 from tests.models.checkpoints import packed_layouts
 
@@ -41,7 +43,8 @@ How it is known that a family works:
 def page() -> str:
     """The page's text."""
     logging.set_verbosity(logging.CRITICAL)
-    lines = [HEAD.format(version=transformers.__version__), *_families(), *_wrappers(), *_formats(), *_refused()]
+    lines = [HEAD.format(version=transformers.__version__), *_families(), *_wrappers(), *_formats()]
+    lines += [*_popular(), *_refused()]
     return "\n".join(lines) + "\n"
 
 
@@ -73,6 +76,30 @@ def _formats() -> Iterator[str]:
     where = "[quantization.md](quantization.md#checkpoints-that-are-packed)"
     text = f"Besides plain weights, these are read ({where}): {names}."
     yield textwrap.fill(text, WIDTH, break_on_hyphens=False)
+
+
+def _popular() -> Iterator[str]:
+    models = popular_models.MODELS
+    yield f"\n## The {len(models)} models that people run most\n"
+    served = sum(not one.refused for one in models)
+    yield f"{served} are served. `tests/test_popular_models.py` tries each as a tiny checkpoint in the layout of its"
+    yield "files: its texts are those of transformers, or it is refused in these words.\n"
+    yield "| model | type | tried with | why not |\n| --- | --- | --- | --- |"
+    for one in models:
+        layout = "" if one.refused else one.layout or "plain weights"
+        kind = one.published.get("model_type", one.kind.partition(" ")[0])
+        yield f"| {one.name} | {kind} | {layout} | {_words(one) if one.refused else ''} |"
+
+
+def _words(model: popular_models.Popular) -> str:
+    """In which words a model is refused."""
+    with tempfile.TemporaryDirectory() as folder:
+        popular_models.save(model, Path(folder) / "model")
+        try:
+            open_checkpoint(Path(folder) / "model")
+        except UnsupportedModel as error:
+            return str(error)
+    raise ValueError(f"{model.name} is not refused")
 
 
 def _refused() -> Iterator[str]:
