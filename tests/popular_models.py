@@ -79,7 +79,7 @@ LLAMA3 = {"type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_fa
 FIVE_OF_SIX = {"layer_types": [*["sliding_attention"] * 5, "full_attention"]}
 GEMMA4 = {**WIDE, **FIVE_OF_SIX, "tie_word_embeddings": True, "head_dim": 32, "global_head_dim": 64}
 DENSE = {"enable_moe_block": False, "num_experts": None, "top_k_experts": None, "moe_intermediate_size": None}
-WITH_CODE = "comes with code of its own"
+WITH_CODE = {"auto_map": {"AutoConfig": "configuration.Config"}}
 
 MODELS = (
     Popular("Qwen3.6-35B-A3B", "qwen3_5_moe", QWEN3_5, BLOCKS),
@@ -106,17 +106,21 @@ MODELS = (
     ),
     Popular("Gemma 4 26B-A4B", "gemma4", GEMMA4, INT4),
     Popular("Gemma 4 31B", "gemma4", {**GEMMA4, **DENSE}, INT4),
-    Popular("Gemma 4 E2B, E4B", "gemma4", {"num_kv_shared_layers": 2}, refused="shares keys and values"),
+    Popular(
+        "Gemma 4 E2B, E4B", "gemma4", {"num_kv_shared_layers": 2}, refused="12B, 26B-A4B and 31B of Gemma 4 are served"
+    ),
     Popular("Gemma 4 12B", "gemma4_unified", {**FIVE_OF_SIX, **TIED}),
     Popular("Gemma 3 4B, 12B, 27B", "gemma3", {**FIVE_OF_SIX, **TIED}),
     Popular("gpt-oss-20b", "gpt_oss", WIDE, "MXFP4"),
     Popular("gpt-oss-120b", "gpt_oss", {**WIDE, "rope_parameters": {**YARN, "rope_theta": 150000.0}}, "MXFP4"),
-    Popular("DeepSeek-V4-Flash, -Pro", "deepseek_v4", refused="compressed"),
+    Popular(
+        "DeepSeek-V4-Flash, -Pro", "deepseek_v4", refused="several hidden states .* DeepSeek V3.2, V3.1 and R1 are"
+    ),
     Popular("DeepSeek-V3.2", "deepseek_v32", {**LATENT, "n_group": 2}, BLOCKS, DEEPSEEK),
     Popular("DeepSeek-R1-0528, V3.1", "deepseek_v3", LATENT, BLOCKS, DEEPSEEK),
     Popular("DeepSeek-R1-Distill-Qwen, -Llama", "qwen2", {"use_sliding_window": False}),
     Popular("Kimi-K2.5, K2.6, K2.7-Code", "kimi_k25", {**LATENT, **ONE_GROUP}, INT4),
-    Popular("Kimi-K3", "kimi_k3", published={"auto_map": {"AutoConfig": "a.B"}}, refused=WITH_CODE),
+    Popular("Kimi-K3", "kimi_k3", published=WITH_CODE, refused="code of its own.* Kimi K2 to K2.7 are served"),
     Popular(
         "Kimi-K2-Instruct, -Thinking",
         "deepseek_v3",
@@ -126,15 +130,25 @@ MODELS = (
     ),
     Popular("Kimi-Linear-48B-A3B", "kimi_linear", ONE_GROUP),
     Popular("GLM-5, GLM-5.1", "glm_moe_dsa", LATENT, BLOCKS),
-    Popular("GLM-5.3-Flash", "glm5_next", refused="glm5_next"),
+    Popular(
+        "GLM-5.3-Flash",
+        "glm5_next",
+        {"text_config": {"model_type": "glm5_next_text"}},
+        refused="the 'glm5_next_text' in this 'glm5_next' .* several hidden states .* GLM-5, GLM-5.1",
+    ),
     Popular("GLM-4.5, 4.6, 4.7, Air", "glm4_moe", {**WIDE, "use_qk_norm": True}, "compressed-tensors fp8"),
     Popular("GLM-4.7-Flash", "glm4_moe_lite"),
     Popular("MiniMax-M2 … M2.7", "minimax_m2", {**WIDE, "intermediate_size": 64}, BLOCKS),
-    Popular("MiniMax-M3", "minimax_m3_vl", refused="minimax_m3"),
+    Popular(
+        "MiniMax-M3",
+        "minimax_m3_vl",
+        {"text_config": {"num_hidden_layers": 4, "sparse_attention_config": {"sparse_attention_freq": [0, 1, 1, 1]}}},
+        refused="of the type minimax_m3_sparse, which servers cannot continue; MiniMax-M2 to M2.7 are served",
+    ),
     Popular("Hy3-preview", "hy_v3"),
     Popular("MiMo-V2-Flash", "mimo_v2_flash", WIDE, BLOCKS),
-    Popular("MiMo-V2.5, V2.5-Pro", "mimo_v2", published={"auto_map": {"AutoConfig": "a.B"}}, refused=WITH_CODE),
-    Popular("Step-3.5-Flash", "step3p5", published={"auto_map": {"AutoConfig": "a.B"}}, refused="step3p5"),
+    Popular("MiMo-V2.5, V2.5-Pro", "mimo_v2", published=WITH_CODE, refused="MiMo-V2-Flash is served"),
+    Popular("Step-3.5-Flash", "step3p5", published=WITH_CODE, refused="swarm runs no other code"),
     Popular(
         "Nemotron-3-Nano, -Super, -Ultra",
         "nemotron_h",
