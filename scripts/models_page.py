@@ -51,7 +51,7 @@ def page() -> str:
 def _families() -> Iterator[str]:
     served = set(test_published_models.MODELS) | set(zoo.REPRESENTATIVES)
     tested = {*zoo.TABLE, *zoo.HYBRIDS, *test_all_families.FAMILIES}
-    known = [name for name, problem in _causal_families() if not problem and name not in wrappers.TABLE]
+    known = [name for name, problem in causal_families() if not problem and name not in wrappers.TABLE]
     yield f"## {len(known)} families of language models\n"
     ways = {name: "servers" if name in served else "spans" if name in tested else "rule" for name in known}
     for way in ("servers", "spans", "rule"):
@@ -67,7 +67,9 @@ def _wrappers() -> Iterator[str]:
 
 
 def _listed(way: str, names: Sequence[str]) -> str:
-    return textwrap.fill(f"- **{way}**: {', '.join(names)}", WIDTH, subsequent_indent="  ", break_on_hyphens=False)
+    return textwrap.fill(
+        f"- **{way}**: {', '.join(names) or 'none'}", WIDTH, subsequent_indent="  ", break_on_hyphens=False
+    )
 
 
 def _formats() -> Iterator[str]:
@@ -103,7 +105,7 @@ def _words(model: popular_models.Popular) -> str:
 
 
 def _refused() -> Iterator[str]:
-    refused = [(name, problem) for name, problem in _causal_families() if problem]
+    refused = [(name, problem) for name, problem in causal_families() if problem]
     yield f"\n## {len(refused)} families that are refused\n"
     yield "Encoders, models of an encoder and a decoder, and these, each in the words that a user sees:\n"
     yield "| family | why |\n| --- | --- |"
@@ -112,7 +114,7 @@ def _refused() -> Iterator[str]:
             yield f"| {name} | {problem} |"
 
 
-def _causal_families() -> Iterator[tuple[str, str]]:
+def causal_families() -> Iterator[tuple[str, str]]:
     """Each family for which transformers has a causal language model, and why it is refused; empty if it is not."""
     for name in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
         try:
