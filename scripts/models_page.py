@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import tempfile
 import textwrap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -13,8 +14,9 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.utils import logging
 
 from swarm.errors import UnsupportedModel
+from swarm.models.checkpoints.checkpoint import open_checkpoint
 from swarm.models.cutting import families
-from tests import test_published_models, wrappers, zoo
+from tests import popular_models, test_published_models, wrappers, zoo
 from tests.models import test_all_families
 from tests.models.checkpoints import packed_layouts
 
@@ -41,14 +43,15 @@ How it is known that a family works:
 def page() -> str:
     """The page's text."""
     logging.set_verbosity(logging.CRITICAL)
-    lines = [HEAD.format(version=transformers.__version__), *_families(), *_wrappers(), *_formats(), *_refused()]
+    lines = [HEAD.format(version=transformers.__version__), *_families(), *_wrappers(), *_formats()]
+    lines += [*_popular(), *_refused()]
     return "\n".join(lines) + "\n"
 
 
 def _families() -> Iterator[str]:
     served = set(test_published_models.MODELS) | set(zoo.REPRESENTATIVES)
     tested = {*zoo.TABLE, *zoo.HYBRIDS, *test_all_families.FAMILIES}
-    known = [name for name, problem in _causal_families() if not problem and name not in wrappers.TABLE]
+    known = [name for name, problem in causal_families() if not problem and name not in wrappers.TABLE]
     yield f"## {len(known)} families of language models\n"
     ways = {name: "servers" if name in served else "spans" if name in tested else "rule" for name in known}
     for way in ("servers", "spans", "rule"):
@@ -64,7 +67,9 @@ def _wrappers() -> Iterator[str]:
 
 
 def _listed(way: str, names: Sequence[str]) -> str:
-    return textwrap.fill(f"- **{way}**: {', '.join(names)}", WIDTH, subsequent_indent="  ", break_on_hyphens=False)
+    return textwrap.fill(
+        f"- **{way}**: {', '.join(names) or 'none'}", WIDTH, subsequent_indent="  ", break_on_hyphens=False
+    )
 
 
 def _formats() -> Iterator[str]:
@@ -75,8 +80,32 @@ def _formats() -> Iterator[str]:
     yield textwrap.fill(text, WIDTH, break_on_hyphens=False)
 
 
+def _popular() -> Iterator[str]:
+    models = popular_models.MODELS
+    yield f"\n## The {len(models)} models that people run most\n"
+    served = sum(not one.refused for one in models)
+    yield f"{served} are served. `tests/test_popular_models.py` tries each as a tiny checkpoint in the layout of its"
+    yield "files: its texts are those of transformers, or it is refused in these words.\n"
+    yield "| model | type | tried with | why not |\n| --- | --- | --- | --- |"
+    for one in models:
+        layout = "" if one.refused else one.layout or "plain weights"
+        kind = one.published.get("model_type", one.kind.partition(" ")[0])
+        yield f"| {one.name} | {kind} | {layout} | {_words(one) if one.refused else ''} |"
+
+
+def _words(model: popular_models.Popular) -> str:
+    """In which words a model is refused."""
+    with tempfile.TemporaryDirectory() as folder:
+        popular_models.save(model, Path(folder) / "model")
+        try:
+            open_checkpoint(Path(folder) / "model")
+        except UnsupportedModel as error:
+            return str(error)
+    raise ValueError(f"{model.name} is not refused")
+
+
 def _refused() -> Iterator[str]:
-    refused = [(name, problem) for name, problem in _causal_families() if problem]
+    refused = [(name, problem) for name, problem in causal_families() if problem]
     yield f"\n## {len(refused)} families that are refused\n"
     yield "Encoders, models of an encoder and a decoder, and these, each in the words that a user sees:\n"
     yield "| family | why |\n| --- | --- |"
@@ -85,7 +114,7 @@ def _refused() -> Iterator[str]:
             yield f"| {name} | {problem} |"
 
 
-def _causal_families() -> Iterator[tuple[str, str]]:
+def causal_families() -> Iterator[tuple[str, str]]:
     """Each family for which transformers has a causal language model, and why it is refused; empty if it is not."""
     for name in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
         try:

@@ -56,7 +56,7 @@ def plain(family: str) -> Callable[[Path], PreTrainedModel]:
 
 WRAPPED = (
     *("gemma3", "gemma4", "llama4", "mistral3 (mistral4)", "qwen2_5_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"),
-    "lfm2_vl",
+    *("lfm2_vl", "dots3_note"),
 )
 MODELS: dict[str, Callable[[Path], PreTrainedModel]] = {
     **{kind: wrapped(kind) for kind in WRAPPED},

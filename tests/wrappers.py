@@ -92,6 +92,14 @@ TABLE: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {},
     ),
     "lfm2_vl": ("lfm2", zoo.HYBRIDS["lfm2"], {}),
+    "dots3_note": (
+        "dots3_note_text",
+        {},
+        {
+            **dict.fromkeys(("adapter_in_dim", "adapter_out_dim", "adapter_input_size"), 32),
+            "mlp_layer_types": ["dense"] * 2,
+        },
+    ),
 }
 """Type of the wrapper to the family inside, its config if the zoo has none, and what is special about the tower."""
 
@@ -99,22 +107,21 @@ NAMES = ("language_model.model.", "model.language_model.", "model.")
 """What stands before the names of the language model's tensors, in the forms in which wrappers are published."""
 
 
-def config_of(kind: str, tie: bool = False) -> PreTrainedConfig:
-    """The config of a type in `TABLE`."""
+def config_of(kind: str, tie_word_embeddings: bool = False, **changes: Any) -> PreTrainedConfig:
+    """The config of a type in `TABLE`, the language model's with these changes."""
     family, overrides, tower = TABLE[kind]
     wrapper = kind.partition(" ")[0]
     # transformers changes the dictionaries of a config.
-    inside = copy.deepcopy({**zoo.TABLE.get(family, {}), **overrides, "model_type": family, "tie_word_embeddings": tie})
+    tie = {"tie_word_embeddings": tie_word_embeddings}
+    inside = copy.deepcopy({**zoo.TABLE.get(family, {}), **overrides, "model_type": family, **tie, **changes})
     towers = {name: {**TOWER, **tower} for name in ("vision_config", "audio_config")}
     own = {name: inside[name] for name in ("vocab_size", "hidden_size")} if wrapper in ("fuyu", "ovis2") else {}
-    return AutoConfig.for_model(
-        wrapper, text_config=inside, **towers, **own, tie_word_embeddings=tie, image_token_id=127, pad_token_id=0
-    )
+    return AutoConfig.for_model(wrapper, text_config=inside, **towers, **own, **tie, image_token_id=127, pad_token_id=0)
 
 
-def make_wrapper(kind: str, tie: bool = False) -> PreTrainedModel:
+def make_wrapper(kind: str, tie_word_embeddings: bool = False, **changes: Any) -> PreTrainedModel:
     """A model of a type in `TABLE`."""
-    config = config_of(kind, tie)
+    config = config_of(kind, tie_word_embeddings, **changes)
     kinds = (modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, modeling_auto.MODEL_FOR_MULTIMODAL_LM_MAPPING)
     model_class = next(one[type(config)] for one in kinds if type(config) in one)
     model: PreTrainedModel = model_class(config).float().eval()

@@ -278,6 +278,9 @@ HYBRIDS: dict[str, dict[str, Any]] = {
         **{"attn_layer_period": 3, "attn_layer_offset": 2},
     },
     "falcon_h1": {**GATED, **MAMBA, "mamba_d_ssm": 64, "head_dim": 8},
+    "mamba": {**COMMON, "state_size": 8},
+    "mamba2": {**COMMON, "state_size": 8, "num_heads": 8, "head_dim": 8, "n_groups": 2, "chunk_size": 4},
+    "falcon_mamba": {**COMMON, "state_size": 8},
 }
 """Families some of whose layers keep a state in place of keys and values, or beside them."""
 

@@ -27,6 +27,11 @@ SPECIAL: dict[str, dict[str, Any]] = {
     **{key: {"num_key_value_heads": 4} for key in ("axk1", "glm4_moe_lite", "minicpm3", "youtu")},
     **{key: {"bos_token_id": 1} for key in ("cwm", "modernbert-decoder")},
     "codegen": {"rotary_dim": 4},
+    "dbrx": {
+        **{"d_model": 32, "n_heads": 4, "n_layers": zoo.BLOCKS, "max_seq_len": 128},
+        "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 10000.0},
+        "ffn_config": {"hidden_size": 32, "ffn_hidden_size": 48, "moe_num_experts": 4, "moe_top_k": 2},
+    },
     "cohere_compass_text": {
         "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
         "rope_parameters": {
@@ -37,7 +42,18 @@ SPECIAL: dict[str, dict[str, Any]] = {
 }
 FAMILIES = (
     *("afmoe", "apertus", "arcee", "aria_text", "axk1", "beam", "biogpt", "bitnet", "codegen", "cohere2_moe"),
-    *("cohere_compass_text", "cwm", "diffllama", "doge", "exaone_moe", "flex_olmo", "flint", "gemma4_text", "glm"),
+    *(
+        "cohere_compass_text",
+        "cwm",
+        "dbrx",
+        "diffllama",
+        "doge",
+        "exaone_moe",
+        "flex_olmo",
+        "flint",
+        "gemma4_text",
+        "glm",
+    ),
     *("glm4_moe_lite", "gpt-sw3", "gpt_neox_japanese", "granite_swa", "granitemoe_swa", "granitemoeshared", "helium"),
     *("hy_v3", "hyperclovax", "internlm3", "iquestcoder", "jais2", "jetmoe", "kolibri1", "laguna", "mellum"),
     *("mimo_v2_flash", "minicpm3", "minimax_m3_vl_text", "ministral", "ministral3", "modernbert-decoder", "moshi"),
@@ -45,13 +61,13 @@ FAMILIES = (
 )
 
 
-def config_of(family: str) -> PreTrainedConfig:
+def config_of(family: str, **changes: Any) -> PreTrainedConfig:
     if family == "gemma4_text":  # its default config is that of the two sizes that are refused
         return wrappers.config_of("gemma4").get_text_config()
     default = CONFIG_MAPPING[family]()
     names = {*vars(default), *type(default).attribute_map}
     sizes = {name: value for name, value in SIZES.items() if name in names}
-    return AutoConfig.for_model(family, **{**sizes, **SPECIAL.get(family, {})})
+    return AutoConfig.for_model(family, **{**sizes, **SPECIAL.get(family, {}), **changes})
 
 
 @pytest.mark.slow

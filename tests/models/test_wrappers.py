@@ -115,12 +115,24 @@ def change_config(folder: Path, **changes: object) -> None:
         ({"model_type": "mimo_v2", "auto_map": {"AutoConfig": "x.Y"}}, "never runs a repository's code"),
         ({"model_type": "paligemma"}, "'paligemma' adds images or sound to a model of the family 'gemma'"),
         ({"model_type": "aya_vision"}, "whether it computes a text as that one does is not known"),
-        ({"model_type": "mllama"}, "'mllama' adds images"),
-        ({"model_type": "gemma4", "text_config": {"num_kv_shared_layers": 2}}, "shares keys and values"),
+        (
+            {"model_type": "mllama"},
+            "the 'mllama_text_model' in this 'mllama' cannot be served",
+        ),
+        (
+            {"model_type": "gemma4", "text_config": {"num_kv_shared_layers": 2}},
+            "shares keys .* Gemma 4 are served",
+        ),
+        ({"model_type": "gemma3n"}, "the 'gemma3n_text' in this 'gemma3n' .* Gemma 3 is served"),
+        ({"model_type": "gemma4_unified_assistant"}, "it drafts for another model.* serve that one"),
         (
             {"model_type": "glm_moe_dsa", "num_hidden_layers": 4, "indexer_types": ["full", "shared"] * 2},
-            "attend to what an earlier layer chose",
+            "attend to what an earlier layer chose.* GLM-5 and GLM-5.1 are served",
         ),
+        ({"model_type": "minimax"}, "a cache of its own kind.* MiniMax-M2 to M2.7 are served"),
+        ({"model_type": "openai-gpt"}, "it keeps nothing of a text.* GPT-2 is served"),
+        ({"model_type": "rwkv"}, "a cache of its own kind"),
+        ({"model_type": "zamba2"}, "get the tokens' embeddings .* Bamba, Jamba and Falcon-H1 are served"),
         ({"model_type": "gemma4", "text_config": {"num_kv_shared_layers": 0}}, "embeddings of its own"),
     ],
 )

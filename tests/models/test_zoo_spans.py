@@ -148,7 +148,7 @@ def check_a_padded_row(local: Local, chain: Chain) -> None:
 REFUSED = [
     *("t5", "bart"),  # encoder and decoder
     *("bert", "roberta", "albert"),  # encoders
-    *("mamba", "falcon_mamba", "rwkv", "xlstm"),  # recurrent
+    *("rwkv", "xlstm"),  # recurrent
     *("zamba", "zamba2", "inkling_text", "inkling2_text", "qwen4_exp_text", "recurrent_gemma", "minimax", "zaya"),
     *("gemma3n_text", "gemma4_text", "hrm_text", "longcat_flash", "deepseek_v4"),  # not one cache entry a layer
     *("git", "mllama"),  # several models in one

@@ -216,7 +216,7 @@ def _group_of(process: psutil.Process) -> int:
                     ("{folder}", "--new-swarm", "--identity-path", "{folder}/config.json"),
                     "does not hold a libp2p RSA key",
                 ),
-                (("{t5}", "--new-swarm"), "'t5' is an encoder-decoder"),
+                (("{t5}", "--new-swarm"), "'t5' cannot be served: it is an encoder-decoder"),
             ],
             unpack=True,
         ),

@@ -40,8 +40,9 @@ def main(
     host_maddrs: tuple[str, ...],
     as_json: bool,
 ) -> None:
-    """Check this machine: software, device, memory for blocks of MODEL, disk and ports. With --initial-peers, check the
-    connection to the swarm too: each peer, the clock, and a record written to the DHT and read back.
+    """Check this machine: whether it can serve MODEL and how much of it, software, device, disk and ports. With
+    --initial-peers, check the connection to the swarm too: each peer, the clock, and a record written to the DHT and
+    read back.
 
     The drive is measured with a scratch file of at most 256 MB. The default MODEL is the demo model. The exit code is 1
     if a check failed.
@@ -78,12 +79,12 @@ async def _findings(
     from swarm.cli.doctor import machine_checks as machine
     from swarm.cli.doctor.verdicts import Verdict
 
+    yield await _run_check("Model", lambda: machine.check_model(model, device))
     for finding in machine.check_software():
         yield finding
     checks: tuple[tuple[str, Callable[[], Finding]], ...] = (
         ("CPU", machine.check_cpu),
         ("GPU", lambda: machine.check_gpu(device)),
-        ("Memory", lambda: machine.check_memory(model, device)),
         ("Disk", machine.check_disk),
         ("Drive", machine.check_drive),
     )

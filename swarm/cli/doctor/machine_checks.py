@@ -7,6 +7,7 @@ import platform
 import shutil
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 
@@ -119,11 +120,13 @@ def _cuda_driver_version() -> str:
     return f"{number // 1000}.{number % 1000 // 10}"
 
 
-def check_memory(model: str | None, requested: str) -> Finding:
-    """Check how many blocks of the model fit into memory."""
+def check_model(model: str | None, requested: str) -> Finding:
+    """Check whether the model can be served, and how many of its blocks fit into memory, in each form of weights."""
     from swarm.models.checkpoints.checkpoint import open_checkpoint
     from swarm.models.checkpoints.footprint import memory_footprint
+    from swarm.models.checkpoints.packed_weights import quantization_of
     from swarm.models.checkpoints.partial_loading import resolve_dtype
+    from swarm.models.weights.quantization import INT8, NF4, form_for_device, require_available
     from swarm.server.limits import DEFAULT_CACHE_TOKENS
     from swarm.server.memory_budget import MemoryBudget, free_memory, resolve_device, session_buffer_bytes
 
@@ -131,13 +134,21 @@ def check_memory(model: str | None, requested: str) -> Finding:
         device = resolve_device(requested)
         free, checkpoint = free_memory(device), open_checkpoint(model)
         dtype = resolve_dtype("auto", checkpoint.config)
-        needs = memory_footprint(checkpoint, dtype)
         buffers = session_buffer_bytes(checkpoint, device, dtype, DEFAULT_CACHE_TOKENS)
+        needs = {str(dtype).removeprefix("torch."): memory_footprint(checkpoint, dtype)}
     except SwarmError as error:
-        return verdicts.failure("Memory", str(error), "give another MODEL, or none for the demo model")
-    fitting = MemoryBudget(needs, max(0, free - buffers), DEFAULT_CACHE_TOKENS).fitting_blocks(None)
-    per_block = needs.largest_block_bytes(DEFAULT_CACHE_TOKENS)
-    return verdicts.memory(free, checkpoint.name, checkpoint.blocks, fitting, per_block, DEFAULT_CACHE_TOKENS)
+        return verdicts.failure("Model", str(error), "give another MODEL, or none for the demo model")
+    for quant in (INT8, NF4):
+        form = form_for_device(device, quant)
+        with suppress(InvalidOption):  # this machine cannot hold weights in this form
+            require_available(form, device)
+            needs[quant] = memory_footprint(checkpoint, dtype, form)
+    budgets = {form: MemoryBudget(one, max(0, free - buffers), DEFAULT_CACHE_TOKENS) for form, one in needs.items()}
+    fitting = {form: budget.fitting_blocks(None) for form, budget in budgets.items()}
+    packed = quantization_of(checkpoint.config)
+    method = packed.get("quant_method", "MLX") if isinstance(packed, dict) else None
+    kind = checkpoint.config.model_type + (f" packed by {str(method)[:32]}" if method else "")
+    return verdicts.model(checkpoint.name, kind, checkpoint.blocks, fitting, free, DEFAULT_CACHE_TOKENS)
 
 
 def check_disk() -> Finding:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from ipaddress import ip_address
 
@@ -155,19 +155,21 @@ def no_gpu(has_card: bool, built_for: str | None) -> Finding:
     )
 
 
-def memory(free: int, model: str, blocks: int, fitting: int, per_block: int, cache_tokens: int) -> Finding:
-    """Judge how many blocks fit into memory.
+def model(name: str, kind: str, blocks: int, fitting: Mapping[str, int], free: int, cache_tokens: int) -> Finding:
+    """Judge whether a model can be served here. One that is refused gets here with an error instead.
 
     Args:
+        kind: its family, and the format of its weights.
         blocks: number of blocks of the whole model.
-        fitting: how many fit, each of `per_block` bytes with an attention cache for `cache_tokens`.
+        fitting: form of the weights to how many blocks fit, with an attention cache for `cache_tokens`.
+        free: bytes of memory.
     """
-    check = "Memory"
-    said = f"{format_bytes(free)} free; {fitting} of {blocks} blocks of {model} fit ({format_bytes(per_block)} each)"
-    if fitting == 0:
-        remedy = "end other programs, or serve with --quant nf4 or a lower --cache-tokens; a client needs no blocks"
-        return warning(check, f"{said}, with an attention cache of {cache_tokens} tokens", remedy)
-    return ok(check, said)
+    counts = ", ".join(f"{count} in {form}" for form, count in fitting.items())
+    said = f"{name} ({kind}) can be served; {format_bytes(free)} are free for {counts} of {blocks} blocks"
+    if not any(fitting.values()):
+        remedy = f"end other programs, or serve with less than --cache-tokens {cache_tokens}; a client needs no blocks"
+        return warning("Model", said, remedy)
+    return ok("Model", said)
 
 
 def disk(folder: str, free: int, writable: bool) -> Finding:

@@ -397,7 +397,8 @@ def _whole_config(path: Path, described: dict[str, Any]) -> PreTrainedConfig:
     if "auto_map" in described and family not in CONFIG_MAPPING:
         raise UnsupportedModel(
             f"a model of type {str(family)[:64]!r} comes with code of its own, and swarm never runs a repository's "
-            "code. Use a checkpoint of it that transformers loads without trust_remote_code, if there is one"
+            "code; "
+            + families.INSTEAD.get(family, "use one that transformers loads without trust_remote_code, if there is one")
         )
     return AutoConfig.from_pretrained(str(path.parent), local_files_only=True, trust_remote_code=False)
 

@@ -60,14 +60,17 @@ class HookedModule:
         return HookedModule(module, self._path, self.first + start, self.attention, self.rope)
 
     def run(self, hidden: torch.Tensor, arguments: dict[str, Any]) -> torch.Tensor:
-        """Run the family's forward with `hidden` in front of the first layer; what the last layer returns."""
+        """Run the family's forward with `hidden` in front of the first layer; what the last layer returns.
+
+        In the dtype of `hidden`: between their own layers, some families add up in float32.
+        """
         produced: list[torch.Tensor] = []
 
         def replace_input(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             return with_hidden_states(hidden, args, kwargs)
 
         def take_output(module: nn.Module, args: Any, output: Any) -> None:
-            produced.append(output[0] if isinstance(output, tuple) else output)
+            produced.append((output[0] if isinstance(output, tuple) else output).to(hidden.dtype))
 
         # Only meanwhile: the layers belong to wider and narrower spans too. Before hooks that add to a layer's inputs.
         layers = self.layers

@@ -26,7 +26,7 @@ from swarm.models.attention.paged_attention import (
     agrees_with_reference,
     paged_kernel,
 )
-from swarm.models.cutting.families import POSITIONS_FROM_CACHE_LENGTH
+from swarm.models.cutting import families
 from swarm.models.execution.cuda_graphs import CudaGraphRecorder, GraphRecorder
 from swarm.models.execution.session_cache import SessionCache, advance_steps
 from swarm.models.execution.span_model import SpanModel
@@ -79,10 +79,12 @@ def choose_layout(model: SpanModel, requested: LayoutRequest = "auto") -> SpanMo
     Weights on flash are all read meanwhile, so that what a predictor selects makes no difference between two ways.
     """
     padded = model.with_strategy(PADDED)
-    if (requested == "padded" and not model.has_states) or model.family in POSITIONS_FROM_CACHE_LENGTH:
+    if (requested == "padded" and not model.has_states) or model.family in families.POSITIONS_FROM_CACHE_LENGTH:
         return padded
     with model.flash.exactly() if model.flash is not None else nullcontext():
-        contiguous = model.with_strategy(ExecutionStrategy("contiguous"))
+        # What a trained model forgets may be too little to be seen in random texts.
+        by_token = model.family in families.FORGET_STATES
+        contiguous = model.with_strategy(ExecutionStrategy("contiguous", by_token=by_token))
         expected = run_whole_texts(padded)
         if not _proves_right("A contiguous cache", partial(_require_agreement, contiguous, expected)):
             if model.has_states:

@@ -29,7 +29,7 @@ from swarm.models.flash import drive_measurement
 from swarm.transport.p2p import P2PConfig, Peer
 
 OTHER = "QmY4ace2YSgwDm1DQrKEGDpaMrgCLAJojTmtYUW2iDykrN"
-NAMES = {"Python", "swarm", "torch", "transformers", "hivemind", "CPU", "GPU", "Memory", "Disk", "Drive", "Listening"}
+NAMES = {"Python", "swarm", "torch", "transformers", "hivemind", "CPU", "GPU", "Model", "Disk", "Drive", "Listening"}
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +55,9 @@ def test_all_is_well(bootstrap: str):
     assert done.returncode == 0, done.stdout + done.stderr
     shown = {line[9:].partition("  ")[0]: line for line in done.stdout.splitlines() if line[:1].strip()}
     assert set(shown) >= NAMES | {"From outside", "Peer", "Clock", "DHT"}
-    assert "12 of 12 blocks of swarm-demo fit" in shown["Memory"]
+    first = done.stdout.splitlines()[0]
+    assert first.startswith("ok       Model         swarm-demo (llama) can be served; ")
+    assert first.endswith(" are free for 12 in float32, 12 in int8, 12 in nf4 of 12 blocks")
     assert f"{bootstrap} answers in " in shown["Peer"]
     assert shown["Clock"].startswith("ok ")
     assert shown["DHT"].endswith("a signed record was written and read back")
@@ -68,6 +70,7 @@ def test_what_is_wrong_comes_with_its_remedy(bootstrap: str, tmp_path: Any):
     done = CliRunner().invoke(doctor.main, [str(tmp_path), *arguments])
     assert done.exit_code == 1
     shown = done.stdout.splitlines()
+    assert shown[0].startswith("failure  Model         ")
     assert f"failure  Listening     cannot listen on {taken}: another program is listening there" in done.stdout
     assert shown[shown.index(f"failure  Peer          {dead}: nothing listens there") + 1].strip() == (
         "→ start that peer (swarm dht), or correct the port"

@@ -323,6 +323,11 @@ def make_mxfp4(folder: Path, dtype: torch.dtype) -> Path:
     """A gpt_oss whose experts are packed as MXFP4."""
     model = zoo.make_model("gpt_oss", **{**SIZES, "layer_types": ["sliding_attention", "full_attention"]})
     model.to(dtype).save_pretrained(folder)
+    return pack_mxfp4(folder)
+
+
+def pack_mxfp4(folder: Path) -> Path:
+    """Replace the experts of a gpt_oss by packed ones."""
     tensors = load_file(folder / SINGLE_FILE)
     generator = torch.Generator().manual_seed(1)
     for name in [one for one in tensors if one.endswith("experts.gate_up_proj") or one.endswith("experts.down_proj")]:

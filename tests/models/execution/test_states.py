@@ -21,8 +21,8 @@ from tests import zoo
 
 torch.set_num_threads(1)
 
-FAMILIES = ("qwen3_5_text", "jamba", "lfm2")
-"""Recurrent states and convolutions; states that several tokens cannot continue; convolutions alone."""
+FAMILIES = ("qwen3_5_text", "jamba", "lfm2", "mamba", "mamba2", "falcon_mamba")
+"""Recurrent states and convolutions; states that several tokens cannot continue; convolutions alone; states alone."""
 
 TOLERANCE = 1e-3
 POOL = torch.randn(64, zoo.COMMON["hidden_size"], generator=torch.Generator().manual_seed(0))
@@ -35,8 +35,8 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return load(folder)
 
 
-def load(folder: Path) -> SpanModel:
-    return load_span(open_checkpoint(folder), Span(1, 4), dtype=torch.float32, device=torch.device("cpu"))
+def load(folder: Path, dtype: torch.dtype = torch.float32) -> SpanModel:
+    return load_span(open_checkpoint(folder), Span(1, 4), dtype=dtype, device=torch.device("cpu"))
 
 
 def in_one_piece(model: SpanModel, text: list[int]) -> torch.Tensor:
@@ -112,6 +112,13 @@ def test_steps_of_all_kinds(model, prompts, steps):
         while step.tokens_left:
             advance_steps([(step, step.tokens_left)])
         session.end(step, texts, new)
+
+
+@pytest.mark.parametrize("family", ["mamba", "mamba2", "falcon_mamba"])
+def test_families_whose_layers_add_up_in_float32(family, tmp_path):
+    """Each load compares sessions with texts in one piece."""
+    model = load(zoo.make_checkpoint(family, tmp_path), torch.bfloat16)
+    assert model.forward(POOL[:2].bfloat16().unsqueeze(0)).dtype == torch.bfloat16
 
 
 def test_single_tokens_of_many_sessions_are_computed_together(model):
