@@ -16,8 +16,10 @@ from swarm.data_structures import Span
 from swarm.errors import UnsupportedModel
 from swarm.models.blockless_model import load_blockless_model
 from swarm.models.checkpoints.checkpoint import open_checkpoint
+from swarm.models.checkpoints.footprint import packed_bytes
 from swarm.models.cutting.families import WRAPPERS
 from swarm.models.loading.span_loading import load_span
+from swarm.models.weights.quantization import NONE, PACKED
 from tests import wrappers, zoo
 
 torch.set_num_threads(1)
@@ -31,12 +33,13 @@ class Mixin:
 
 
 class Chain(nn.Module):
-    """The blocks in three spans, as the client's only layer."""
+    """The blocks in three spans, as the client's only layer. Weights that are packed stay so."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__()
         checkpoint, device = open_checkpoint(folder), torch.device("cpu")
-        self._spans = [load_span(checkpoint, span, dtype=torch.float32, device=device) for span in SPANS]
+        quant = NONE if packed_bytes(checkpoint, torch.float32) is None else PACKED
+        self._spans = [load_span(checkpoint, span, dtype=torch.float32, device=device, quant=quant) for span in SPANS]
         self._outputs = checkpoint.structure.layer_outputs
 
     def forward(self, hidden_states: torch.Tensor, *args: object, **more: object) -> Any:

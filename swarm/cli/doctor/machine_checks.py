@@ -126,7 +126,7 @@ def check_model(model: str | None, requested: str) -> Finding:
     from swarm.models.checkpoints.footprint import memory_footprint
     from swarm.models.checkpoints.packed_weights import quantization_of
     from swarm.models.checkpoints.partial_loading import resolve_dtype
-    from swarm.models.weights.quantization import INT8, NF4, form_for_device, require_available
+    from swarm.models.weights.quantization import INT8, NF4, PACKED, form_for_device, require_available
     from swarm.server.limits import DEFAULT_CACHE_TOKENS
     from swarm.server.memory_budget import MemoryBudget, free_memory, resolve_device, session_buffer_bytes
 
@@ -138,9 +138,9 @@ def check_model(model: str | None, requested: str) -> Finding:
         needs = {str(dtype).removeprefix("torch."): memory_footprint(checkpoint, dtype)}
     except SwarmError as error:
         return verdicts.failure("Model", str(error), "give another MODEL, or none for the demo model")
-    for quant in (INT8, NF4):
+    for quant in (PACKED, INT8, NF4):
         form = form_for_device(device, quant)
-        with suppress(InvalidOption):  # this machine cannot hold weights in this form
+        with suppress(InvalidOption):  # this machine cannot hold weights in this form, or they are not packed
             require_available(form, device)
             needs[quant] = memory_footprint(checkpoint, dtype, form)
     budgets = {form: MemoryBudget(one, max(0, free - buffers), DEFAULT_CACHE_TOKENS) for form, one in needs.items()}

@@ -398,7 +398,9 @@ def _whole_config(path: Path, described: dict[str, Any]) -> PreTrainedConfig:
         raise UnsupportedModel(
             f"a model of type {str(family)[:64]!r} comes with code of its own, and swarm never runs a repository's "
             "code; "
-            + families.INSTEAD.get(family, "use one that transformers loads without trust_remote_code, if there is one")
+            + families.INSTEAD.get(
+                str(family), "use one that transformers loads without trust_remote_code, if there is one"
+            )
         )
     return AutoConfig.from_pretrained(str(path.parent), local_files_only=True, trust_remote_code=False)
 
