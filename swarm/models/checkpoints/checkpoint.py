@@ -23,7 +23,7 @@ from safetensors import SafetensorError, safe_open
 from transformers import CONFIG_MAPPING, AutoConfig, GenerationConfig, PreTrainedConfig
 
 from swarm.common.files.checked_json import fields, mapping, parse_json, text
-from swarm.common.files.gguf_header import SUFFIX, gguf_in, model_name
+from swarm.common.files.gguf_header import SUFFIX, gguf_in, model_name, split_files
 from swarm.errors import CheckpointError, HubUnreachable, InvalidSpan, ModelNotFound, UnsupportedModel, UsageError
 from swarm.models.checkpoints import config_limits, packed_weights
 from swarm.models.checkpoints.block_digest import block_digest
@@ -242,13 +242,15 @@ def open_checkpoint(
     """
     source = str(model if model is not None else DEMO_FOLDER)
     folder = Path(source).expanduser()
-    is_gguf = folder.suffix == SUFFIX
-    if not folder.is_dir() and not is_gguf:
+    is_file = folder.suffix == SUFFIX and not folder.is_dir()
+    if not folder.is_dir() and not is_file:
         found = _open_repository(source, revision, cache_dir, name or source)
     elif revision is not None:
         raise ModelNotFound(f"{source} is on this machine, and has no revision {revision!r}; leave --revision out")
-    elif is_gguf and not folder.is_dir():
-        found = _open_gguf(folder, folder, name or model_name(folder))
+    elif is_file and not folder.is_file():
+        raise ModelNotFound(f"there is no file {folder}")
+    elif is_file:
+        found = _open_folder(folder.parent, name, folder)
     else:
         found = _open_folder(folder, name or ("swarm-demo" if model is None else None))
     if getattr(found.config, "dtype", None) is None:
@@ -299,20 +301,23 @@ def _parse_weight_map(index: bytes) -> dict[str, str]:
     return mapping(files)
 
 
-def _open_folder(folder: Path, name: str | None) -> Checkpoint:
-    def fetch(file: str) -> Path:
-        path = folder / file
-        if not path.is_file():
-            raise EntryNotFoundError(file)
+def _open_folder(folder: Path, name: str | None, file: Path | None = None) -> Checkpoint:
+    """The checkpoint in a folder, or one GGUF file (with its other parts) and nothing else of its folder."""
+    ours = None if file is None else {one.name for one in split_files(file)}
+
+    def cached(one: str) -> Path | None:
+        return folder / one if (ours is None or one in ours) and (folder / one).is_file() else None
+
+    def fetch(one: str) -> Path:
+        path = cached(one)
+        if path is None:
+            raise EntryNotFoundError(one)
         return path
 
-    def cached(file: str) -> Path | None:
-        return folder / file if (folder / file).is_file() else None
-
-    if cached(SINGLE_FILE) is None and cached(INDEX_FILE) is None and cached(PARTS_FILE) is None:
-        gguf = gguf_in(folder)
-        if gguf is not None:
-            return _open_gguf(gguf, folder, name or folder.resolve().name)
+    if file is None and not any(map(cached, (SINGLE_FILE, INDEX_FILE, PARTS_FILE))):
+        file = gguf_in(folder)
+    if file is not None:
+        return _of_gguf(open_files(file), str(folder if ours is None else file), name, fetch, cached)
     config = _read_config(fetch, str(folder))
     try:
         parts = read_part_folder(folder)
@@ -323,32 +328,19 @@ def _open_folder(folder: Path, name: str | None) -> Checkpoint:
     return Checkpoint(name or folder.resolve().name, str(folder), _folder_revision(folder), config, fetch, cached)
 
 
-def _open_gguf(path: Path, source: Path, name: str) -> Checkpoint:
-    """The checkpoint of a GGUF file, with the folder's other files if `source` is its folder."""
-    if not path.is_file():
-        raise ModelNotFound(f"there is no file {path}")
-    files = open_files(path)
-    ours = {one.name for one in files.paths}
-
-    def cached(file: str) -> Path | None:
-        found = path.with_name(file)
-        return found if found.is_file() and (source != path or file in ours) else None
-
-    def fetch(file: str) -> Path:
-        found = cached(file)
-        if found is None:
-            raise EntryNotFoundError(file)
-        return found
-
+def _of_gguf(
+    files: GgufFiles, source: str, name: str | None, fetch: Callable[[str], Path], cached: Callable[[str], Path | None]
+) -> Checkpoint:
     beside = cached(constants.CONFIG_NAME)
-    config = _read_config(fetch, str(source), files if beside is None else None)
+    config = _read_config(fetch, source, files if beside is None else None)
     if getattr(config, "dtype", None) is None:
         config.dtype = files.dtype
     state = hashlib.sha256(b"".join(one.digest for one in files.headers))
     if beside is not None:
         state.update(_read_small(beside, config_limits.MAX_CONFIG_BYTES))
     revision = "gguf-" + state.hexdigest()[:12]
-    return Checkpoint(name, str(source), revision, config, fetch, cached, gguf=GgufWeights(files, config))
+    name = name or (Path(source).resolve().name if Path(source).is_dir() else model_name(files.paths[0]))
+    return Checkpoint(name, source, revision, config, fetch, cached, gguf=GgufWeights(files, config))
 
 
 def _folder_revision(folder: Path) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from transformers import PreTrainedConfig
+from transformers import LlamaConfig
 from transformers.integrations.gguf import GGUF_CONFIG_ARCHS, get_gguf_config
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -104,6 +104,9 @@ def _described(said: _Said, tensors: Mapping[str, GgufTensor], values: Callable[
     }
     if architecture == "llama":
         config["attention_bias"] = "blk.0.attn_q.bias" in tensors
+    original = said.get("rope.scaling.original_context_length")
+    if architecture == "phi3" and original is not None:  # which takes it from here
+        config["original_max_position_embeddings"] = original
     window = said.get("attention.sliding_window")
     if architecture in _SLIDING:
         config["sliding_window"] = window
@@ -182,8 +185,8 @@ def _llama3(base: float, width: int, found: list[float]) -> dict[str, Any]:
     """The settings from which the divisors of rotary frequencies follow."""
     if all(one == 1 for one in found):
         return {}
-    rope = {"rope_type": "llama3", "rope_theta": base, "factor": max(found), **_LLAMA3}
-    config = PreTrainedConfig(rope_parameters=rope, head_dim=width, hidden_size=width, num_attention_heads=1)
+    rope = {"rope_type": "llama3", "rope_theta": base, "factor": round(max(found), 3), **_LLAMA3}
+    config = LlamaConfig(rope_parameters=rope, head_dim=width, max_position_embeddings=1)
     scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
     plain = base ** -(torch.arange(0, width, 2).float() / width)
     if len(found) != len(scaled) or not torch.allclose(plain / scaled, torch.tensor(found), rtol=1e-3):

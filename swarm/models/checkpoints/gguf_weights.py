@@ -9,9 +9,9 @@ from __future__ import annotations
 import copy
 import math
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -21,16 +21,11 @@ from transformers import PreTrainedConfig
 from transformers.core_model_loading import ConversionOps, WeightConverter, WeightRenaming, rename_source_key
 from transformers.integrations.gguf import GGUF_ARCHS, get_gguf_conversion_mapping
 from transformers.integrations.gguf.dequant import GGML_BLOCK, dequantize
-from transformers.integrations.gguf.gguf_conversion_mapping import (
-    DENSE_DECODER_RENAMINGS,
-    ConcatenateRows,
-    PermuteRows,
-    SubtractOne,
-    Unsqueeze,
-)
+from transformers.integrations.gguf.gguf_conversion_mapping import DENSE_DECODER_RENAMINGS
 
 from swarm.common.files.gguf_header import ARCHITECTURE, GgufHeader, GgufTensor, read_header, split_files
 from swarm.errors import CheckpointError, UnsupportedModel
+from swarm.models.checkpoints.config_limits import MAX_ENTRIES, MAX_WIDTH
 from swarm.models.checkpoints.gguf_config import FAMILIES, described_config
 from swarm.models.cutting import families
 
@@ -78,7 +73,13 @@ class GgufFiles:
 
     def config(self) -> dict[str, Any]:
         """What `config.json` would say. Raises anything if the files are malformed."""
-        return described_config(self.metadata, self.tensors, lambda name: self.dense(name, torch.float32).tolist())
+        return described_config(self.metadata, self.tensors, self._numbers)
+
+    def _numbers(self, name: str) -> list[float]:
+        if math.prod(self.tensors[name].shape) > MAX_ENTRIES:
+            raise ValueError(f"{name} has the shape {list(self.tensors[name].shape)}")
+        numbers: list[float] = self.dense(name, torch.float32).flatten().tolist()
+        return numbers
 
     def path_of(self, name: str) -> Path:
         """The file that holds a tensor, by GGUF's name."""
@@ -119,7 +120,7 @@ def open_files(path: Path) -> GgufFiles:
     """
     paths = tuple(split_files(path))
     files = GgufFiles(paths, tuple(map(read_header, paths)))
-    if files.metadata.get(ARCHITECTURE) not in FAMILIES:
+    if str(files.metadata.get(ARCHITECTURE)) not in FAMILIES:
         raise UnsupportedModel(
             f"{path.name} holds a model of the architecture {str(files.metadata.get(ARCHITECTURE))[:64]!r}, which is "
             f"not read from GGUF; these are: {', '.join(FAMILIES)}. Use the model's checkpoint in safetensors"
@@ -165,7 +166,14 @@ class GgufWeights:
                 f"config.json describes a {self.config.model_type} model, but {self.files.paths[0].name} holds one of "
                 f"the architecture {self.files.architecture}: remove one of them"
             )
-        transforms = _transforms(self.files.architecture, self.config)
+        try:
+            transforms = _transforms(self.files.architecture, self.config)
+            with torch.device("meta"):
+                known = families.causal_lm_class(self.config)(copy.deepcopy(self.config)).state_dict().keys()
+        except Exception as error:  # a family's code raises anything if the sizes of a config do not go together
+            raise CheckpointError(
+                f"no model can be built by the config of {self.files.paths[0].name}: {error}"
+            ) from error
         renamings = [one for one in transforms if isinstance(one, WeightRenaming)]
         converters = [one for one in transforms if isinstance(one, WeightConverter)]
         by_pattern = {pattern: one for one in converters for pattern in one.source_patterns}
@@ -178,8 +186,6 @@ class GgufWeights:
             sources = found.setdefault(renamed, made).sources
             if sources.setdefault(pattern or renamed, name) != name:
                 raise CheckpointError(f"{self.files.paths[0].name} holds {renamed} twice, as {name} too")
-        with torch.device("meta"):
-            known = families.causal_lm_class(self.config)(copy.deepcopy(self.config)).state_dict().keys()
         used = {name: one for name, one in found.items() if name not in _ROTARY and not name.startswith("mtp.")}
         unknown = next((name for name in used if name not in known), None)
         if unknown is not None:
@@ -220,94 +226,84 @@ class GgufWeights:
         return {f"{one} {self.files.tensors[one].type}": self.files.stored(one) for one in sources}
 
 
-class _Pairs(ConversionOps):
-    """Two stacks of matrices [experts, out, in] as one [experts, in, 2 * out], in which their rows take turns; of
-    vectors [experts, out], without the dimension `in`."""
+class _Made(ConversionOps):
+    """One tensor, made by a function of those of GGUF in the order of their patterns."""
+
+    def __init__(self, make: Callable[..., torch.Tensor]) -> None:
+        self._make = make
 
     def convert(self, input_dict: dict[str, Any], source_patterns: Any, target_patterns: Any, **more: Any) -> Any:
-        rows = torch.stack([input_dict[one] for one in source_patterns], 2)
-        return {target_patterns[0]: _turned(rows.flatten(1, 2))}
+        return {target_patterns[0]: self._make(*(input_dict[one] for one in source_patterns))}
 
 
-class _Turn(ConversionOps):
-    """Matrices [experts, out, in] as [experts, in, out]."""
-
-    def convert(self, input_dict: dict[str, Any], source_patterns: Any, target_patterns: Any, **more: Any) -> Any:
-        (tensor,) = input_dict.values()
-        return {target_patterns[0]: _turned(tensor)}
+def _in_halves(tensor: torch.Tensor, heads: int) -> torch.Tensor:
+    """The rows of each head that turn together lie side by side, as in the first code of Llama: all first ones before
+    all second ones, as transformers has them."""
+    return tensor.view(heads, -1, 2, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape)
 
 
 def _turned(tensor: torch.Tensor) -> torch.Tensor:
+    """Matrices of experts [experts, out, in] as [experts, in, out]; their biases as they are."""
     return tensor.mT.contiguous() if tensor.ndim == 3 else tensor
 
 
 _NORMS = {
-    r"^output_norm\.": "model.norm.",
-    r"\.attn_norm\.": ".input_layernorm.",
-    r"\.attn_q_norm\.": ".self_attn.q_norm.",
-    r"\.attn_k_norm\.": ".self_attn.k_norm.",
+    **{r"^output_norm\.": "model.norm.", r"\.attn_norm\.": ".input_layernorm."},
+    **{rf"\.attn_{one}_norm\.": f".self_attn.{one}_norm." for one in "qk"},
 }
+_AFTER_ATTENTION = {r"\.post_attention_norm\.": ".post_attention_layernorm."}
+_DENSE = {r"\.ffn_norm\.": ".post_attention_layernorm."}
 _EXPERTS = {
-    r"\.ffn_gate_inp\.": ".mlp.gate.",
-    r"\.ffn_down_exps\.weight": ".mlp.experts.down_proj",
+    **{r"\.ffn_gate_inp\.": ".mlp.gate.", r"\.ffn_down_exps\.weight": ".mlp.experts.down_proj"},
     r"\.ffn_gate_inp_shexp\.": ".mlp.shared_expert_gate.",
-    r"\.ffn_gate_shexp\.": ".mlp.shared_expert.gate_proj.",
-    r"\.ffn_up_shexp\.": ".mlp.shared_expert.up_proj.",
-    r"\.ffn_down_shexp\.": ".mlp.shared_expert.down_proj.",
+    **{rf"\.ffn_{one}_shexp\.": f".mlp.shared_expert.{one}_proj." for one in ("gate", "up", "down")},
+}
+_GEMMA = {
+    r"\.ffn_norm\.": ".pre_feedforward_layernorm.",
+    r"\.post_ffw_norm\.": ".post_feedforward_layernorm.",
 }
 _NAMES: dict[str, dict[str, str]] = {
-    "llama": {r"\.ffn_norm\.": ".post_attention_layernorm."},
-    "gpt-oss": {
-        r"\.post_attention_norm\.": ".post_attention_layernorm.",
-        r"\.attn_sinks\.weight": ".self_attn.sinks",
-        r"\.ffn_gate_inp\.": ".mlp.router.",
-        r"\.ffn_down_exps\.bias": ".mlp.experts.down_proj_bias",
-    },
-    "phi3": {
-        r"\.ffn_norm\.": ".post_attention_layernorm.",
-        r"\.attn_qkv\.": ".self_attn.qkv_proj.",
-        r"\.mlp\.up_proj\.": ".mlp.gate_up_proj.",  # after the renaming that all have
-    },
-    "gemma2": {
-        r"\.post_attention_norm\.": ".post_attention_layernorm.",
-        r"\.ffn_norm\.": ".pre_feedforward_layernorm.",
-        r"\.post_ffw_norm\.": ".post_feedforward_layernorm.",
-    },
+    **dict.fromkeys(("llama", "qwen2", "qwen3"), _DENSE),
+    **dict.fromkeys(("qwen2moe", "qwen3moe"), _DENSE | _EXPERTS),
+    **dict.fromkeys(("gemma2", "gemma3"), _AFTER_ATTENTION | _GEMMA),
+    # The last one is renamed once more.
+    "phi3": _DENSE | {r"\.attn_qkv\.": ".self_attn.qkv_proj.", r"\.mlp\.up_proj\.": ".mlp.gate_up_proj."},
+    "gpt-oss": _AFTER_ATTENTION
+    | {r"\.attn_sinks\.weight": ".self_attn.sinks", r"\.ffn_gate_inp\.": ".mlp.router."}
+    | {r"\.ffn_down_exps\.bias": ".mlp.experts.down_proj_bias"},
 }
-_NAMES |= {"qwen2": _NAMES["llama"], "qwen3": _NAMES["llama"], "gemma3": _NAMES["gemma2"]}
-_NAMES |= {"qwen2moe": _NAMES["llama"] | _EXPERTS, "qwen3moe": _NAMES["llama"] | _EXPERTS}
 """For each architecture that transformers leaves to another package, its names beside those that all have."""
 
 
 def _transforms(architecture: str, config: PreTrainedConfig) -> Sequence[WeightRenaming | WeightConverter]:
     """What makes the family's tensors of GGUF's, in transformers' terms."""
     if architecture in GGUF_ARCHS:
+        values = getattr(config, "linear_num_value_heads", 0) * getattr(config, "linear_value_head_dim", 0)
+        if values > MAX_WIDTH:  # transformers makes a list of them
+            raise ValueError(f"its heads have {values} values, of which {MAX_WIDTH} are allowed")
         found: Sequence[WeightRenaming | WeightConverter] = get_gguf_conversion_mapping(architecture, config)
         return found
     names = _NORMS | _NAMES[architecture]
     gate_up = [r"\.ffn_gate_exps\.weight", r"\.ffn_up_exps\.weight"]
-    converters: list[WeightConverter] = []
-    if architecture == "llama":  # whose heads lie as the first code of Llama had them
+    made: list[tuple[str | list[str], str, Callable[..., torch.Tensor]]] = []
+    if architecture == "llama":
         for role, heads in (("q", config.num_attention_heads), ("k", config.num_key_value_heads)):
-            width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-            rows = torch.arange(heads * width).view(heads, -1, 2).mT.flatten()
             for name in (f".self_attn.{role}_proj.{one}" for one in ("weight", "bias")):
-                converters.append(WeightConverter(name, name, operations=[PermuteRows(rows)]))
-    if architecture.startswith("gemma"):
-        for source, target in names.items():  # all are norms, which are stored plus one
-            converters.append(WeightConverter(f"{source}weight", f"{target}weight", operations=[SubtractOne()]))
+                made.append((name, name, partial(_in_halves, heads=heads)))
+    if architecture.startswith("gemma"):  # whose norms are stored plus one
+        made = [(f"{source}weight", f"{target}weight", lambda norm: norm - 1) for source, target in names.items()]
         names = {}
     if architecture in ("qwen2moe", "qwen3moe"):
-        converters.append(WeightConverter(gate_up, ".mlp.experts.gate_up_proj", operations=[ConcatenateRows(dim=1)]))
-        gate = "mlp.shared_expert_gate.weight"
-        converters.append(WeightConverter(gate, gate, operations=[Unsqueeze(0, expected_ndim=2)]))
-    if architecture == "gpt-oss":
-        biases = [one.replace("weight", "bias") for one in gate_up]
-        converters += [
-            WeightConverter(gate_up, ".mlp.experts.gate_up_proj", operations=[_Pairs()]),
-            WeightConverter(biases, ".mlp.experts.gate_up_proj_bias", operations=[_Pairs()]),
-            WeightConverter(r"\.ffn_down_exps\.weight", ".mlp.experts.down_proj", operations=[_Turn()]),
-        ]
+        made.append((gate_up, ".mlp.experts.gate_up_proj", lambda gate, up: torch.cat((gate, up), 1)))
+        name = ".mlp.shared_expert_gate.weight"
+        made.append((name, name, lambda gate: gate.view(1, -1)))
+    if architecture == "gpt-oss":  # rows of gate and up take turns
+        for one, end in (("weight", ""), ("bias", "_bias")):
+            sources = [source.replace("weight", one) for source in gate_up]
+            pairs = lambda *both: _turned(torch.stack(both, 2).flatten(1, 2))  # noqa: E731
+            made.append((sources, f".mlp.experts.gate_up_proj{end}", pairs))
+        made.append((r"\.ffn_down_exps\.weight", ".mlp.experts.down_proj", _turned))
+    converters = [WeightConverter(source, target, operations=[_Made(one)]) for source, target, one in made]
     return [*DENSE_DECODER_RENAMINGS, *(WeightRenaming(*pair) for pair in names.items()), *converters]
 
 

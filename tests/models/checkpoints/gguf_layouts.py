@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.convert_slow_tokenizer import bytes_to_unicode
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from tests import zoo
 
@@ -34,8 +35,17 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """For each family, GGUF's name of it, and what of the zoo's config is changed to what files say."""
 
+BY_TRANSFORMERS = ("qwen3_5_text", "lfm2")
+"""Those that transformers reads without another package."""
+
 Packed = tuple[int, bytes, torch.Tensor]
 """The number of the type, the bytes, and the values that they mean."""
+
+Tensor = tuple[int, tuple[int, ...], bytes]
+"""The number of the type, the shape in torch's order, and the bytes."""
+
+Tensors = dict[str, Tensor]
+Edit = Callable[[dict[str, Any], Tensors], tuple[dict[str, Any], Tensors]]
 
 
 def plain(number: int, dtype: torch.dtype) -> Callable[[torch.Tensor], Packed]:
@@ -170,16 +180,24 @@ def converted(family: str, name: str, tensor: torch.Tensor, heads: Mapping[str, 
 
 
 def make(
-    family: str, path: Path, kind: str = "Q8_0", splits: int = 1, config: Mapping[str, Any] | None = None
+    family: str,
+    path: Path,
+    kind: str = "Q8_0",
+    splits: int = 1,
+    config: Mapping[str, Any] | None = None,
+    edit: Edit = lambda said, tensors: (said, tensors),
 ) -> PreTrainedModel:
     """Write a tiny model, and return the one that the weights in the file mean.
 
-    Weights are of type `kind` where a row has whole blocks. Families whose tensors the converter reorders (`qwen3_5`)
-    are not returned as they mean.
+    Weights are of type `kind` where a row has whole blocks. `qwen3_5` is not what they mean: its heads are not
+    reordered.
+
+    Args:
+        edit: changes metadata and tensors before they are written.
     """
     architecture, changes = FAMILIES[family]
     model = zoo.make_model(family, **{**SIZES, **changes, **(config or {})})
-    tensors: dict[str, tuple[int, tuple[int, ...], bytes]] = {}
+    tensors: Tensors = {}
     heads = {"q": model.config.num_attention_heads, "k": model.config.num_key_value_heads}
     is_tied = model.config.tie_word_embeddings
     for name, tensor in model.state_dict().items():
@@ -196,8 +214,21 @@ def make(
         if is_packed:
             meant = pack(rows)[2]
             tensor.copy_(meant.mT if is_turned else meant)
-    write(path, metadata(family, architecture, model.config), tensors, splits)
+    rope = model.config.rope_parameters
+    for name in ("long_factor", "short_factor"):
+        if name in rope:
+            tensors[f"rope_factors_{name[:-7]}.weight"] = numbers(rope[name])
+    if rope.get("rope_type") == "llama3":
+        scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](model.config, torch.device("cpu"))
+        plain = rope["rope_theta"] ** (-torch.arange(len(scaled)) / len(scaled))
+        tensors["rope_freqs.weight"] = numbers((plain / scaled).tolist())
+    said, tensors = edit(metadata(family, architecture, model.config), tensors)
+    write(path, said, tensors, splits)
     return model
+
+
+def numbers(values: Sequence[float]) -> Tensor:
+    return 0, (len(values),), struct.pack(f"<{len(values)}f", *values)
 
 
 def metadata(family: str, architecture: str, config: Any) -> dict[str, Any]:
@@ -231,7 +262,10 @@ def metadata(family: str, architecture: str, config: Any) -> dict[str, Any]:
     if family == "gemma3_text":
         said["attention.sliding_window_pattern"] = 3
         said["rope.freq_base_swa"] = float(config.rope_parameters["sliding_attention"]["rope_theta"])
-    if family == "gpt_oss":
+    if rope["rope_type"] == "longrope":
+        said |= {"rope.scaling.attn_factor": rope["attention_factor"]}
+        said["rope.scaling.original_context_length"] = rope["original_max_position_embeddings"]
+    if rope["rope_type"] == "yarn":
         said |= {"rope.scaling.type": "yarn", "rope.scaling.factor": float(rope["factor"])}
         said["rope.scaling.original_context_length"] = rope["original_max_position_embeddings"]
     if family == "qwen3_5_text":
@@ -252,8 +286,7 @@ def metadata(family: str, architecture: str, config: Any) -> dict[str, Any]:
         "tokenizer.ggml.pre": "qwen2",
         "tokenizer.ggml.tokens": [alphabet[code] for code in range(zoo.VOCABULARY)],
         "tokenizer.ggml.token_type": [1] * zoo.VOCABULARY,
-        "tokenizer.ggml.merges": ["a b"][:0],
-        "tokenizer.ggml.eos_token_id": 0,
+        "tokenizer.ggml.merges": [],
         "tokenizer.chat_template": "{% for m in messages %}{{ m['content'] }}{% endfor %}",
     }
 
@@ -261,7 +294,7 @@ def metadata(family: str, architecture: str, config: Any) -> dict[str, Any]:
 def write(
     path: Path,
     said: Mapping[str, Any],
-    tensors: Mapping[str, tuple[int, Sequence[int], bytes]],
+    tensors: Tensors,
     splits: int = 1,
     alignment: int = 32,
 ) -> None:
@@ -277,7 +310,7 @@ def write(
         file.write_bytes(encoded(entries, part, alignment))
 
 
-def encoded(said: Mapping[str, Any], tensors: Mapping[str, tuple[int, Sequence[int], bytes]], alignment: int) -> bytes:
+def encoded(said: Mapping[str, Any], tensors: Tensors, alignment: int) -> bytes:
     """A file's bytes."""
     header, data = b"GGUF" + struct.pack("<IQQ", 3, len(tensors), len(said)), b""
     for key, value in said.items():
