@@ -31,11 +31,12 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3_text": ("gemma3", {}),
     "gpt_oss": ("gpt-oss", {"intermediate_size": 32, "original_max_position_embeddings": 4096}),
     "qwen3_5_text": ("qwen35", {"full_attention_interval": 3, "head_dim": 32, "rope_parameters": MROPE}),
+    "qwen3_5_moe_text": ("qwen35moe", {"full_attention_interval": 3, "head_dim": 32, "rope_parameters": MROPE}),
     "lfm2": ("lfm2", {"block_auto_adjust_ff_dim": False}),
 }
 """For each family, GGUF's name of it, and what of the zoo's config is changed to what files say."""
 
-BY_TRANSFORMERS = ("qwen3_5_text", "lfm2")
+BY_TRANSFORMERS = ("qwen3_5_text", "qwen3_5_moe_text", "lfm2")
 """Those that transformers reads without another package."""
 
 Packed = tuple[int, bytes, torch.Tensor]
@@ -135,7 +136,7 @@ GEMMA = {
 }
 OTHERS = {
     **{"gpt_oss": {"post_attention_layernorm": "post_attention_norm"}, "gemma2": GEMMA, "gemma3_text": GEMMA},
-    "qwen3_5_text": {"post_attention_layernorm": "post_attention_norm"},
+    **{one: {"post_attention_layernorm": "post_attention_norm"} for one in ("qwen3_5_text", "qwen3_5_moe_text")},
 }
 """What some families name otherwise."""
 
@@ -170,7 +171,7 @@ def converted(family: str, name: str, tensor: torch.Tensor, heads: Mapping[str, 
     for role, count in heads.items():
         if family == "llama" and f".{role}_proj." in name:
             tensor = tensor.view(count, 2, -1, tensor.shape[1]).transpose(1, 2).reshape(tensor.shape)
-    if (family.startswith("gemma") or family == "qwen3_5_text") and name.endswith("norm.weight"):
+    if family.startswith(("gemma", "qwen3_5")) and name.endswith("norm.weight"):
         tensor = tensor if "linear_attn" in name else tensor + 1
     if name.endswith("A_log"):
         tensor = -tensor.exp()
@@ -268,7 +269,7 @@ def metadata(family: str, architecture: str, config: Any) -> dict[str, Any]:
     if rope["rope_type"] == "yarn":
         said |= {"rope.scaling.type": "yarn", "rope.scaling.factor": float(rope["factor"])}
         said["rope.scaling.original_context_length"] = rope["original_max_position_embeddings"]
-    if family == "qwen3_5_text":
+    if family.startswith("qwen3_5"):
         said |= {"full_attention_interval": 3, "ssm.conv_kernel": config.linear_conv_kernel_dim}
         said |= {"ssm.state_size": config.linear_key_head_dim, "ssm.group_count": config.linear_num_key_heads}
         said["ssm.time_step_rank"] = config.linear_num_value_heads
