@@ -10,7 +10,7 @@ import hashlib
 import mmap
 import re
 import struct
-from collections.abc import Container, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ MAX_ENTRIES = 1 << 16
 
 MAX_ARRAY = 1 << 22
 MAX_KEPT = 4096
-"""Numbers of an array that are kept unless the array is asked for: some have one for each layer."""
+"""Numbers of an array that are kept: some have one for each layer."""
 
 MAX_NAME_BYTES = 1024
 MAX_DIMENSIONS = 4
@@ -52,25 +52,18 @@ class GgufTensor:
 
 @dataclass(frozen=True)
 class GgufHeader:
-    """A file's metadata and tensors, and a digest of the header. A long array that was not asked for is its length."""
+    """A file's metadata and tensors, and a digest of the header. A long array, or one of texts, is its length."""
 
     metadata: Mapping[str, Any]
     tensors: Mapping[str, GgufTensor]
     digest: bytes
 
 
-def read_header(path: Path, kept: Container[str] = ()) -> GgufHeader:
-    """Read a file's header.
-
-    Args:
-        kept: the keys of the arrays that are kept however long they are.
-
-    Raises:
-        CheckpointError: it is no GGUF file, or one whose header is cut or absurd.
-    """
+def read_header(path: Path) -> GgufHeader:
+    """Read a file's header. Raises `CheckpointError` if it is no GGUF file, or its header is cut or absurd."""
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            return _Reader(data).header(kept)
+            return _Reader(data).header()
     except (OSError, ValueError) as error:  # an undecodable text is a ValueError too
         raise CheckpointError(
             f"{path.name} is not a GGUF file that can be read: {error}. Download it again, from a source that you trust"
@@ -112,7 +105,7 @@ class _Reader:
     def __init__(self, data: mmap.mmap) -> None:
         self._data, self._at = data, 0
 
-    def header(self, kept: Container[str]) -> GgufHeader:
+    def header(self) -> GgufHeader:
         if self._bytes(4) != b"GGUF":
             raise ValueError("it does not begin as one")
         version, tensors, entries = self._numbers("IQQ")
@@ -125,7 +118,7 @@ class _Reader:
             key = self._text(MAX_NAME_BYTES)
             if key in metadata:
                 raise ValueError(f"it has {key} twice")
-            metadata[key] = self._value(self._numbers("I")[0], key in kept)
+            metadata[key] = self._value(self._numbers("I")[0])
         described = [self._tensor() for _ in range(tensors)]
         alignment = metadata.get("general.alignment", 32)
         if not isinstance(alignment, int) or not 1 <= alignment <= MAX_ALIGNMENT:
@@ -147,7 +140,7 @@ class _Reader:
         kind, offset = self._numbers("IQ")
         return name, kind, shape, offset
 
-    def _value(self, kind: int, is_kept: bool) -> Any:
+    def _value(self, kind: int) -> Any:
         if kind in _NUMBERS:
             return self._numbers(_NUMBERS[kind])[0]
         if kind == _TEXT:
@@ -159,11 +152,9 @@ class _Reader:
             raise ValueError(f"it has an array of {count} entries, of which {MAX_ARRAY} are allowed")
         if inner in _NUMBERS:
             found = list(self._numbers(f"{count}{_NUMBERS[inner]}"))
-            return found if is_kept or count <= MAX_KEPT else count
+            return found if count <= MAX_KEPT else count
         if inner != _TEXT:
             raise ValueError(f"it has an array of the type {inner}")
-        if is_kept:
-            return [self._text(MAX_HEADER_BYTES) for _ in range(count)]
         for _ in range(count):
             self._bytes(self._numbers("Q")[0])
         return count  # as transformers has it, which takes the size of the vocabulary from it

@@ -19,12 +19,12 @@ from swarm.common.files.gguf_header import ARCHITECTURE, GgufTensor
 from swarm.models.checkpoints.config_limits import MAX_BLOCKS
 
 FAMILIES = {
-    **{"llama": ("llama", "mistral"), "qwen2": ("qwen2",), "qwen3": ("qwen3",), "phi3": ("phi3",)},
-    **{"qwen2moe": ("qwen2_moe",), "qwen3moe": ("qwen3_moe",), "gemma2": ("gemma2",), "gemma3": ("gemma3_text",)},
-    **{"gpt-oss": ("gpt_oss",), "qwen35": ("qwen3_5_text",), "qwen35moe": ("qwen3_5_moe_text",), "lfm2": ("lfm2",)},
+    **{"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe"},
+    **{"gemma2": "gemma2", "gemma3": "gemma3_text", "phi3": "phi3", "gpt-oss": "gpt_oss"},
 }
-"""For each architecture of GGUF that is read, the families whose weights it may hold; the first is built without a
-config.json."""
+"""The family of each architecture of GGUF that is read, beside those that transformers describes."""
+
+ARCHITECTURES = (*FAMILIES, *GGUF_CONFIG_ARCHS)
 
 _UNREAD = (
     *("embedding_scale", "residual_scale", "logit_scale", "attention.scale", "attention.clamp_kqv"),
@@ -89,7 +89,7 @@ def _described(said: _Said, tensors: Mapping[str, GgufTensor], values: Callable[
     if said.get("attention.value_length", width) != width:
         raise ValueError("its keys and values differ in size, which is not read from GGUF")
     config = {
-        "model_type": FAMILIES[architecture][0],
+        "model_type": FAMILIES[architecture],
         "vocab_size": tensors["token_embd.weight"].shape[0],
         "hidden_size": hidden,
         "intermediate_size": said.get("feed_forward_length") or said("expert_feed_forward_length"),
@@ -109,7 +109,7 @@ def _described(said: _Said, tensors: Mapping[str, GgufTensor], values: Callable[
         config["original_max_position_embeddings"] = original
     window = said.get("attention.sliding_window")
     if architecture in _SLIDING:
-        config["sliding_window"] = window
+        config["sliding_window"] = said("attention.sliding_window") if architecture != "phi3" else window
     elif window is not None and window < said("context_length"):
         raise ValueError(f"its layers see {window} positions, which is not read from GGUF for {architecture}")
     if said.get("expert_count"):

@@ -26,7 +26,7 @@ from transformers.integrations.gguf.gguf_conversion_mapping import DENSE_DECODER
 from swarm.common.files.gguf_header import ARCHITECTURE, GgufHeader, GgufTensor, read_header, split_files
 from swarm.errors import CheckpointError, UnsupportedModel
 from swarm.models.checkpoints.config_limits import MAX_ENTRIES, MAX_WIDTH
-from swarm.models.checkpoints.gguf_config import FAMILIES, described_config
+from swarm.models.checkpoints.gguf_config import ARCHITECTURES, described_config
 from swarm.models.cutting import families
 
 PIECE_VALUES = 1 << 20
@@ -45,7 +45,7 @@ _ROTARY = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.
 
 @dataclass(frozen=True)
 class GgufFiles:
-    """The files of one model, in order. Made by `open_files`."""
+    """The files of one model, in order. Made by `open_files`, which checks that they hold what their headers say."""
 
     paths: tuple[Path, ...]
     headers: tuple[GgufHeader, ...]
@@ -120,10 +120,10 @@ def open_files(path: Path) -> GgufFiles:
     """
     paths = tuple(split_files(path))
     files = GgufFiles(paths, tuple(map(read_header, paths)))
-    if str(files.metadata.get(ARCHITECTURE)) not in FAMILIES:
+    if str(files.metadata.get(ARCHITECTURE)) not in ARCHITECTURES:
         raise UnsupportedModel(
             f"{path.name} holds a model of the architecture {str(files.metadata.get(ARCHITECTURE))[:64]!r}, which is "
-            f"not read from GGUF; these are: {', '.join(FAMILIES)}. Use the model's checkpoint in safetensors"
+            f"not read from GGUF; these are: {', '.join(ARCHITECTURES)}. Use the model's checkpoint in safetensors"
         )
     if len(files.tensors) != sum(len(header.tensors) for header in files.headers):
         raise CheckpointError(f"{path.name} and the files beside it hold a tensor twice. Download all of them again")
@@ -161,11 +161,6 @@ class GgufWeights:
 
     @cached_property
     def _weights(self) -> dict[str, _Weight]:
-        if self.config.model_type not in FAMILIES[self.files.architecture]:
-            raise CheckpointError(
-                f"config.json describes a {self.config.model_type} model, but {self.files.paths[0].name} holds one of "
-                f"the architecture {self.files.architecture}: remove one of them"
-            )
         try:
             transforms = _transforms(self.files.architecture, self.config)
             with torch.device("meta"):

@@ -14,7 +14,7 @@ from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from swarm.common.files.gguf_header import ARCHITECTURE, SUFFIX, gguf_in, read_header, split_files
+from swarm.common.files.gguf_header import SUFFIX, gguf_in, read_header, split_files
 from swarm.errors import CheckpointError
 
 MAX_TOKEN_CHARACTERS = 4096
@@ -99,7 +99,6 @@ def load_tokenizer(source: str | Path, revision: str | None = None, cache_dir: s
 
 
 _FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
-_KEPT = {f"tokenizer.ggml.{one}" for one in ("tokens", "merges", "scores", "token_type")}
 
 
 def _gguf_with_tokenizer(source: Path) -> Path | None:
@@ -111,31 +110,20 @@ def _gguf_with_tokenizer(source: Path) -> Path | None:
 
 def _gguf_tokenizer(path: Path) -> Any:
     """The tokenizer that a GGUF file describes. Raises anything if it is malformed."""
+    # Not in the transformers of machines that have no use for it: it came with 5.23.
     from transformers.integrations.gguf.gguf_tokenizer_mapping import (
         GGUF_PRE_TOKENIZER_SPLITS,
-        GGUF_TOKENIZER_MAPPING,
         convert_gguf_tokenizer,
+        get_gguf_tokenizer,
     )
 
-    metadata = read_header(split_files(path)[0], _KEPT).metadata
-    said, options = (
-        {
-            name: metadata[f"tokenizer.{key}"]
-            for key, name in GGUF_TOKENIZER_MAPPING[group].items()
-            if f"tokenizer.{key}" in metadata
-        }
-        for group in ("tokenizer", "tokenizer_config")
-    )
-    kind, split = said.get("tokenizer_type"), said.get("pre_tokenizer_type")
-    if kind == "gpt2" and split != "gpt-2" and split not in GGUF_PRE_TOKENIZER_SPLITS:
+    path = split_files(path)[0]
+    read_header(path)  # within limits, which transformers has not
+    architecture, said, options = get_gguf_tokenizer(str(path))
+    split = said.get("pre_tokenizer_type")
+    if said.get("tokenizer_type") == "gpt2" and split != "gpt-2" and split not in GGUF_PRE_TOKENIZER_SPLITS:
         raise ValueError(
             f"it splits texts as {str(split)[:32]!r} does, which is not read from GGUF. Put the model's tokenizer.json "
             "beside the file, and give the folder"
         )
-    if kind == "llama":
-        options.setdefault("add_bos_token", True)  # as llama.cpp, where the file does not say
-    for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
-        token = metadata.get(f"tokenizer.ggml.{key}_token_id")
-        options[f"{name}_token"] = None if token is None else said["tokens"][token]
-    backend, _ = convert_gguf_tokenizer(metadata[ARCHITECTURE], said)
-    return PreTrainedTokenizerFast(tokenizer_object=backend, **options)
+    return PreTrainedTokenizerFast(tokenizer_object=convert_gguf_tokenizer(architecture, said)[0], **options)
