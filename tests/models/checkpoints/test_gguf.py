@@ -161,7 +161,7 @@ def test_what_is_not_read_is_refused_by_name(changes, words, tmp_path):
 def test_a_config_of_another_family_is_refused(tmp_path):
     gguf_layouts.make("llama", tmp_path / "model.gguf")
     zoo.config_of("qwen2", **gguf_layouts.SIZES).save_pretrained(tmp_path)
-    with pytest.raises(CheckpointError, match="lacks 3 tensors that the model needs, such as .*k_proj.bias"):
+    with pytest.raises(CheckpointError, match=r"lacks 3 tensors that the model needs, such as .*k_proj\.bias"):
         load(open_checkpoint(tmp_path))
 
 
