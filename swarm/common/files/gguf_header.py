@@ -79,7 +79,7 @@ def model_name(path: Path) -> str:
 def split_files(path: Path) -> list[Path]:
     """All files of the model of which `path` is one, in order. Raises `CheckpointError` if one is missing."""
     split = _SPLIT.fullmatch(path.name)
-    if split is None:
+    if split is None or not 1 <= int(split[2]) <= int(split[3]):
         return [path]
     files = []
     for number in range(1, int(split[3]) + 1):

@@ -292,13 +292,7 @@ def metadata(family: str, architecture: str, config: Any) -> dict[str, Any]:
     }
 
 
-def write(
-    path: Path,
-    said: Mapping[str, Any],
-    tensors: Tensors,
-    splits: int = 1,
-    alignment: int = 32,
-) -> None:
+def write(path: Path, said: Mapping[str, Any], tensors: Tensors, splits: int = 1) -> None:
     """Write a model in one file, or in several that are named like `path` with their numbers."""
     names = list(tensors)
     for number in range(splits):
@@ -308,10 +302,10 @@ def write(
             entries |= {"split.no": number, "split.count": splits, "split.tensors.count": len(tensors)}
         file = path if splits == 1 else path.with_name(f"{path.stem}-{number + 1:05}-of-{splits:05}.gguf")
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_bytes(encoded(entries, part, alignment))
+        file.write_bytes(encoded(entries, part))
 
 
-def encoded(said: Mapping[str, Any], tensors: Tensors, alignment: int) -> bytes:
+def encoded(said: Mapping[str, Any], tensors: Tensors, alignment: int = 32) -> bytes:
     """A file's bytes."""
     header, data = b"GGUF" + struct.pack("<IQQ", 3, len(tensors), len(said)), b""
     for key, value in said.items():
@@ -330,13 +324,8 @@ def text(value: str) -> bytes:
 def entry(value: Any) -> bytes:
     """A value with the number of its type."""
     if isinstance(value, list):
-        inner = [entry(one) for one in value]
-        return (
-            struct.pack("<I", 9)
-            + (inner[0][:4] if inner else struct.pack("<I", 8))
-            + struct.pack("<Q", len(value))
-            + b"".join(one[4:] for one in inner)
-        )
+        inner = [entry(one) for one in value] or [entry("")[:4]]
+        return struct.pack("<I", 9) + inner[0][:4] + struct.pack("<Q", len(value)) + b"".join(one[4:] for one in inner)
     if isinstance(value, str):
         return struct.pack("<I", 8) + text(value)
     number, form = (7, "?") if isinstance(value, bool) else (6, "f") if isinstance(value, float) else (4, "I")
