@@ -18,7 +18,7 @@ from swarm.models.checkpoints.checkpoint import open_checkpoint
 from swarm.models.cutting import families
 from tests import popular_models, test_published_models, wrappers, zoo
 from tests.models import test_all_families
-from tests.models.checkpoints import packed_layouts
+from tests.models.checkpoints import gguf_layouts, packed_layouts
 
 PAGE = Path(__file__).parents[1] / "docs" / "models.md"
 WIDTH = 118
@@ -74,7 +74,9 @@ def _listed(way: str, names: Sequence[str]) -> str:
 
 def _formats() -> Iterator[str]:
     yield "\n## Formats of weights\n"
-    names = ", ".join([*packed_layouts.LAYOUTS, "MXFP4 of gpt_oss", "bitsandbytes"])
+    types = ", ".join(gguf_layouts.TYPES)
+    gguf = f"GGUF of {', '.join(sorted(gguf_layouts.FAMILIES))} ({types}; K and IQ types as transformers unpacks them)"
+    names = ", ".join([*packed_layouts.LAYOUTS, "MXFP4 of gpt_oss", "bitsandbytes", gguf])
     where = "[quantization.md](quantization.md#checkpoints-that-are-packed)"
     text = f"Besides plain weights, these are read ({where}): {names}."
     yield textwrap.fill(text, WIDTH, break_on_hyphens=False)

@@ -21,7 +21,7 @@ from swarm.client.early_exit import exit_decoder
 from tests import wrappers, zoo
 from tests.client.prompts import PAD, padded_batch, prompt
 from tests.disturbances import holder, write
-from tests.models.checkpoints import packed_layouts
+from tests.models.checkpoints import gguf_layouts, packed_layouts
 from tests.slow import slow_except
 from tests.swarms import TestSwarm, run_client, run_swarm
 
@@ -92,6 +92,16 @@ def test_texts_of_packed_weights(layout, tmp_path):
         swarm.start("1:2", dtype="float32", quant="none").wait_ready()
         with run_client(swarm, dtype="float32") as model:
             check_texts(swarm, model, local, killed=1)
+
+
+@pytest.mark.parametrize("family", slow_except(gguf_layouts.FAMILIES, "llama"))
+def test_texts_of_gguf_files(family, tmp_path):
+    path = tmp_path / "model.gguf"
+    local = gguf_layouts.make(family, path)
+    if family in gguf_layouts.BY_TRANSFORMERS:
+        local = gguf_layouts.transformers_load(path)
+    with run_swarm(path, SPANS, dtype="float32") as swarm, run_client(swarm, dtype="float32") as model:
+        check_texts(swarm, model, local)
 
 
 def check_texts(swarm: TestSwarm, model: Any, local: PreTrainedModel, killed: int = 2) -> None:

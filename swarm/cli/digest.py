@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 )
 @console.errors_to_exit_codes
 def main(model: str | None, revision: str | None, for_peers: bool) -> None:
-    """Print a digest of each block's weights of MODEL: a local folder or a hub id, by default the demo model.
+    """Print a digest of each block's weights of MODEL: a local folder, a GGUF file or a hub id, by default the demo.
 
     A client that has the model's weights needs no such file. Give it to those who only have the config, the tokenizer
     and the embeddings: as --digests FILE, or as swarm-digests.json beside the checkpoint's other files.

@@ -20,7 +20,7 @@ FILE_PATH = click.Path(dir_okay=False, path_type=Path)
 
 @click.command(name="plan", cls=console.MultiAddressCommand)
 @click.argument("file", required=False, type=FILE_PATH)
-@click.option("--model", help="Local folder or hub id, instead of the file's.  [default: the demo model]")
+@click.option("--model", help="Local folder, GGUF file or hub id, instead of the file's.  [default: the demo model]")
 @click.option("--revision", help="Branch, tag or commit of a model from the hub.")
 @console.initial_peers_option
 @console.membership_option

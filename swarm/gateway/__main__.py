@@ -81,7 +81,7 @@ if TYPE_CHECKING:
 def main(**options: Any) -> None:
     """Serve MODELs of the swarm over OpenAI's HTTP interface, with a chat page for the browser.
 
-    A MODEL is a local folder or a hub id, as for the server. The default is the demo model.
+    A MODEL is a local folder, a GGUF file or a hub id, as for the server. The default is the demo model.
     """
     console.configure_logging(options["log_format"])
     settings = _gateway_settings(options)

@@ -27,12 +27,13 @@ def load_block(checkpoint: Checkpoint, block: int, dtype: torch.dtype, hold: Hol
 
     Raises `CheckpointError` if weights are missing, unreadable or of the wrong shape.
     """
-    tensors = read_block(checkpoint, block)
-    digest = block_digest(tensors)
+    tensors = read_block(checkpoint, block, dtype)
+    of_files = None if checkpoint.gguf is None else checkpoint.block_digests(block, block + 1)
+    digest = block_digest(tensors) if of_files is None else of_files[0]
     return fill_block(checkpoint, block, dtype, tensors, hold=hold), digest
 
 
-def read_block(checkpoint: Checkpoint, block: int) -> dict[str, torch.Tensor]:
+def read_block(checkpoint: Checkpoint, block: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """The block's tensors as stored in the checkpoint, by their names inside the block. Raises `CheckpointError`.
 
     They are copied: safetensors maps the file into memory, and one small tensor would keep the whole mapping alive.
@@ -43,7 +44,7 @@ def read_block(checkpoint: Checkpoint, block: int) -> dict[str, torch.Tensor]:
         place = checkpoint.locate(name)
         return place is not None and place[0] == block
 
-    for name, tensor in checkpoint.read_tensors(is_in_block):
+    for name, tensor in checkpoint.read_tensors(is_in_block, dtype):
         place = checkpoint.locate(name)
         assert place is not None
         if place[1] in tensors:

@@ -68,7 +68,7 @@ def load_blockless_model(
     if num_labels is not None:
         config.num_labels = num_labels
     blocks = checkpoint.blocks
-    tensors = checkpoint.client_tensors()
+    tensors = checkpoint.client_tensors(dtype)
     family_class = (families.causal_lm_class if task == "CAUSAL_LM" else families.classification_class)(config)
     # Servers go back to any position, also where their layers have states.
     members = {"__module__": family_class.__module__, "_is_stateful": False}

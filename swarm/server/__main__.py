@@ -125,7 +125,7 @@ OPTIONS_AS_GIVEN = (
 @console.log_format_option
 @console.errors_to_exit_codes
 def main(**options: Any) -> None:
-    """Serve blocks of MODEL: a local folder, a model's name on the hub, or nothing for the demo model.
+    """Serve blocks of MODEL: a local folder, a GGUF file, a model's name on the hub, or nothing for the demo model.
 
     Once clients can use the server, it prints a line that begins with "Ready:".
     """

@@ -106,7 +106,11 @@ class WeightSharing:
         self._checkpoint = checkpoint
         self._holder: WeightsHolder | None = None
         self._preparing: asyncio.Task[None] | None = None
-        if options.weights.shares(is_private=options.p2p.membership is not None):
+        if not options.weights.shares(is_private=options.p2p.membership is not None):
+            return
+        if checkpoint.gguf is not None:
+            logger.info("Weights: not shared with other peers, because they are in GGUF")
+        else:
             rate = options.weights.share_rate
             self._holder = WeightsHolder(CheckpointParts.of(checkpoint), bytes_per_s=rate, is_busy=is_busy)
             limit = f"up to {format_bytes(rate)}/s" if rate is not None else "as fast as links and clients allow"

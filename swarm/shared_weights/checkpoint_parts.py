@@ -62,9 +62,16 @@ class CheckpointParts:
     Args:
         checkpoint: nothing of it is downloaded.
         kept_in: folder for digests that were computed; None to keep none.
+
+    Raises `CheckpointError` if the checkpoint is in GGUF.
     """
 
     def __init__(self, checkpoint: Checkpoint, kept_in: Path | None = None) -> None:
+        if checkpoint.gguf is not None:
+            raise CheckpointError(
+                f"the weights of {checkpoint.name} are in GGUF, in which peers do not give each other weights. Give "
+                "each peer the file, or use the model's checkpoint in safetensors"
+            )
         self.checkpoint = checkpoint
         self._folder = kept_in / _folder_name(checkpoint) if kept_in is not None else None
         self._known: dict[str, _KeptPart] = {}

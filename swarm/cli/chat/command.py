@@ -47,7 +47,7 @@ def main(
     max_tokens: int | None,
     early_exit: float | None,
 ) -> None:
-    """Chat with MODEL: a local folder or a hub id, by default the demo model.
+    """Chat with MODEL: a local folder, a GGUF file or a hub id, by default the demo model.
 
     If standard input is not a terminal, each of its lines is a message. Answers then go to standard output, everything
     else to standard error.

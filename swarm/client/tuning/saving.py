@@ -128,8 +128,8 @@ class TrainedSnapshot:
     @property
     def base(self) -> str:
         """The model's repository, or the name of its folder without the path, which is private to this machine."""
-        is_folder = Path(self.checkpoint.source).is_dir()
-        return self.checkpoint.name if is_folder else self.checkpoint.source
+        is_here = Path(self.checkpoint.source).exists()
+        return self.checkpoint.name if is_here else self.checkpoint.source
 
 
 def save(snapshot: TrainedSnapshot, folder: str | Path) -> None:

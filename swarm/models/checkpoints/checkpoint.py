@@ -1,7 +1,7 @@
 """A checkpoint on disk or on the hub: its config, and those of its tensors that are needed.
 
-Only shards that hold a requested tensor are opened or downloaded. Only safetensors are read: pickled weights can run
-code.
+Only shards that hold a requested tensor are opened or downloaded. Only safetensors and GGUF are read: pickled weights
+can run code.
 """
 
 from __future__ import annotations
@@ -23,9 +23,11 @@ from safetensors import SafetensorError, safe_open
 from transformers import CONFIG_MAPPING, AutoConfig, GenerationConfig, PreTrainedConfig
 
 from swarm.common.files.checked_json import fields, mapping, parse_json, text
+from swarm.common.files.gguf_header import SUFFIX, gguf_in, model_name, split_files
 from swarm.errors import CheckpointError, HubUnreachable, InvalidSpan, ModelNotFound, UnsupportedModel, UsageError
 from swarm.models.checkpoints import config_limits, packed_weights
 from swarm.models.checkpoints.block_digest import block_digest
+from swarm.models.checkpoints.gguf_weights import GgufFiles, GgufWeights, open_files
 from swarm.models.checkpoints.part_folder import PARTS_FILE, PartFolder, read_part_folder
 from swarm.models.checkpoints.safetensors_header import DTYPES, read_header
 from swarm.models.cutting import families
@@ -51,14 +53,16 @@ class Checkpoint:
     """A model's config and weights files. Create one with `open_checkpoint`.
 
     Attributes:
-        name: the model's name in the swarm: the hub id, or the folder's name.
-        source: the local folder or the hub id.
-        revision: what peers compare: the hub's commit, or for a folder a digest of its config and tensor index.
+        name: the model's name in the swarm: the hub id, or the name of the folder or the GGUF file.
+        source: the local folder, the GGUF file or the hub id.
+        revision: what peers compare: the hub's commit, or for a folder a digest of its config and tensor index (in
+            GGUF, of the files' headers).
         config: transformers config, of the language model if the checkpoint's wraps it; copy it before changing it. Its
             dtype is the checkpoint's own.
         fetch: downloads one of the checkpoint's files if necessary, and returns its local path.
         cached: the local path of one of its files if it is on this machine, else None.
         parts: what says where tensors are, if these are parts of a model; None if the checkpoint's index does.
+        gguf: the weights, if they are in GGUF.
     """
 
     name: str
@@ -68,6 +72,7 @@ class Checkpoint:
     fetch: Callable[[str], Path] = field(repr=False)
     cached: Callable[[str], Path | None] = field(repr=False)
     parts: PartFolder | None = field(default=None, repr=False)
+    gguf: GgufWeights | None = field(default=None, repr=False)
 
     @cached_property
     def weight_map(self) -> dict[str, str]:
@@ -84,6 +89,8 @@ class Checkpoint:
     def _files_of_tensors(self) -> dict[str, str]:
         if self.parts is not None:
             return self.parts.weight_map
+        if self.gguf is not None:
+            return self.gguf.weight_map
         try:
             return _parse_weight_map(_read_small(self.fetch(INDEX_FILE), MAX_INDEX_BYTES))
         except EntryNotFoundError:
@@ -100,11 +107,13 @@ class Checkpoint:
             ) from None
 
     def stored_tensors(self) -> Mapping[str, tuple[str, int]]:
-        """For each tensor, safetensors' name of its dtype, and its bytes. No weights are read.
+        """For each tensor, safetensors' name of its dtype, and its bytes; of GGUF nothing. No weights are read.
 
         Raises `CheckpointError` if a file is not here, and the hub does not say what is in it.
         """
         found: dict[str, tuple[str, int]] = {}
+        if self.gguf is not None:
+            return found
         for file in sorted(set(self.weight_map.values())):
             header = _header(self, file)
             if header is None:
@@ -112,9 +121,16 @@ class Checkpoint:
             found |= header
         return found
 
-    def read_tensors(self, is_needed: Callable[[str], bool]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield (name, tensor on the CPU as stored) for each tensor that `is_needed` accepts, file by file."""
-        yield from self._read(filter(is_needed, self.weight_map))
+    def read_tensors(
+        self, is_needed: Callable[[str], bool], dtype: torch.dtype = torch.float32
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield (name, tensor on the CPU as stored) for each tensor that `is_needed` accepts, file by file.
+
+        Args:
+            dtype: of what GGUF packs, which is unpacked.
+        """
+        names = filter(is_needed, self.weight_map)
+        yield from self._read(names) if self.gguf is None else self.gguf.read(names, dtype)
 
     def _read(self, tensor_names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
         by_file: dict[str, list[str]] = {}
@@ -164,9 +180,13 @@ class Checkpoint:
         """
         return self._block_names.match(name) is None and OTHER_TOWERS.search(name) is None
 
-    def client_tensors(self) -> dict[str, torch.Tensor]:
-        """The tensors of the client's part of the model, by the names that the causal language model has for them."""
-        return {_unwrapped(name): tensor for name, tensor in self.read_tensors(self.is_client_tensor)}
+    def client_tensors(self, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        """The tensors of the client's part of the model, by the names that the causal language model has for them.
+
+        Args:
+            dtype: see `read_tensors`.
+        """
+        return {_unwrapped(name): tensor for name, tensor in self.read_tensors(self.is_client_tensor, dtype)}
 
     @cached_property
     def _places(self) -> dict[str, tuple[int, str] | None]:
@@ -190,6 +210,8 @@ class Checkpoint:
         files = {self.weight_map[name] for names in blocks.values() for name in names}
         if not all(blocks.values()) or any(self.cached(file) is None for file in files):
             return None
+        if self.gguf is not None:
+            return [block_digest(self.gguf.stored(names)) for names in blocks.values()]
         # Each block opens its files again: pages that were read stay in memory until the files are closed.
         return [block_digest({names[name]: one for name, one in self._read(names)}) for names in blocks.values()]
 
@@ -224,10 +246,10 @@ def open_checkpoint(
     """Find a model and read its config; no weights are read.
 
     Args:
-        model: local folder or hub id; None for the demo model that comes with the package.
+        model: local folder, GGUF file or hub id; None for the demo model that comes with the package.
         revision: branch, tag or commit of a hub repository.
         cache_dir: folder for files from the hub.
-        name: the model's name in the swarm, if not the hub id or the folder's name.
+        name: the model's name in the swarm, if not the hub id or the name of the folder or file.
 
     Raises:
         ModelNotFound: there is no such folder or repository.
@@ -235,10 +257,15 @@ def open_checkpoint(
     """
     source = str(model if model is not None else DEMO_FOLDER)
     folder = Path(source).expanduser()
-    if not folder.is_dir():
+    is_file = folder.suffix == SUFFIX and not folder.is_dir()
+    if not folder.is_dir() and not is_file:
         found = _open_repository(source, revision, cache_dir, name or source)
     elif revision is not None:
-        raise ModelNotFound(f"{source} is a local folder, which has no revision {revision!r}; leave --revision out")
+        raise ModelNotFound(f"{source} is on this machine, and has no revision {revision!r}; leave --revision out")
+    elif is_file and not folder.is_file():
+        raise ModelNotFound(f"there is no file {folder}")
+    elif is_file:
+        found = _open_folder(folder.parent, name, folder)
     else:
         found = _open_folder(folder, name or ("swarm-demo" if model is None else None))
     if getattr(found.config, "dtype", None) is None:
@@ -291,16 +318,23 @@ def _parse_weight_map(index: bytes) -> dict[str, str]:
     return mapping(files)
 
 
-def _open_folder(folder: Path, name: str | None) -> Checkpoint:
-    def fetch(file: str) -> Path:
-        path = folder / file
-        if not path.is_file():
-            raise EntryNotFoundError(file)
+def _open_folder(folder: Path, name: str | None, file: Path | None = None) -> Checkpoint:
+    """The checkpoint in a folder, or one GGUF file (with its other parts) and nothing else of its folder."""
+    ours = None if file is None else {one.name for one in split_files(file)}
+
+    def cached(one: str) -> Path | None:
+        return folder / one if (ours is None or one in ours) and (folder / one).is_file() else None
+
+    def fetch(one: str) -> Path:
+        path = cached(one)
+        if path is None:
+            raise EntryNotFoundError(one)
         return path
 
-    def cached(file: str) -> Path | None:
-        return folder / file if (folder / file).is_file() else None
-
+    if file is None and not any(map(cached, (SINGLE_FILE, INDEX_FILE, PARTS_FILE))):
+        file = gguf_in(folder)
+    if file is not None:
+        return _of_gguf(open_files(file), str(folder if ours is None else file), name, fetch, cached)
     config = _read_config(fetch, str(folder))
     try:
         parts = read_part_folder(folder)
@@ -309,6 +343,21 @@ def _open_folder(folder: Path, name: str | None) -> Checkpoint:
     if parts is not None:
         return Checkpoint(name or parts.model, str(folder), parts.revision, config, fetch, cached, parts)
     return Checkpoint(name or folder.resolve().name, str(folder), _folder_revision(folder), config, fetch, cached)
+
+
+def _of_gguf(
+    files: GgufFiles, source: str, name: str | None, fetch: Callable[[str], Path], cached: Callable[[str], Path | None]
+) -> Checkpoint:
+    beside = cached(constants.CONFIG_NAME)
+    config = _read_config(fetch, source, files if beside is None else None)
+    if getattr(config, "dtype", None) is None:
+        config.dtype = files.dtype
+    state = hashlib.sha256(b"".join(one.digest for one in files.headers))
+    if beside is not None:
+        state.update(_read_small(beside, config_limits.MAX_CONFIG_BYTES))
+    revision = "gguf-" + state.hexdigest()[:12]
+    name = name or (Path(source).resolve().name if Path(source).is_dir() else model_name(files.paths[0]))
+    return Checkpoint(name, source, revision, config, fetch, cached, gguf=GgufWeights(files, config))
 
 
 def _folder_revision(folder: Path) -> str:
@@ -351,17 +400,23 @@ def _open_repository(repository: str, revision: str | None, cache_dir: str | Pat
     return Checkpoint(name, repository, commit, config, fetch, cached)
 
 
-def _read_config(fetch: Callable[[str], Path], source: str) -> PreTrainedConfig:
+def _read_config(fetch: Callable[[str], Path], source: str, gguf: GgufFiles | None = None) -> PreTrainedConfig:
+    """The config of a checkpoint's config.json, or of its files in GGUF if they are given."""
+    what = f"config.json of {source}" if gguf is None else f"what {gguf.paths[0].name} says of its model"
     try:
-        path = fetch(constants.CONFIG_NAME)
+        path = fetch(constants.CONFIG_NAME) if gguf is None else gguf.paths[0]
     except EntryNotFoundError:
-        raise ModelNotFound(f"{source} has no config.json, so it is not a transformers model") from None
+        raise ModelNotFound(
+            f"{source} has no config.json, so it is not a transformers model. Of a model in GGUF, download a file and "
+            "give its path"
+        ) from None
     try:
         # transformers writes infinities, for example as limits of time steps, so they are not refused here.
-        described = json.loads(_read_small(path, config_limits.MAX_CONFIG_BYTES))
+        described = json.loads(_read_small(path, config_limits.MAX_CONFIG_BYTES)) if gguf is None else gguf.config()
         problem = config_limits.json_problem(described)
         if not problem:
-            config = families.text_config(_whole_config(path, described))
+            whole = _whole_config(path, described) if gguf is None else _config_of(described)
+            config = families.text_config(whole)
             families.check_supported(config)
             problem = config_limits.values_problem(partial(_value, config))
             if not problem and (problem := packed_weights.format_problem(packed_weights.quantization_of(config))):
@@ -369,9 +424,9 @@ def _read_config(fetch: Callable[[str], Path], source: str) -> PreTrainedConfig:
     except UnsupportedModel:
         raise
     except Exception as error:  # foreign input; each family's config class raises its own errors
-        raise ModelNotFound(f"config.json of {source} cannot be used: {_first_line(error)}") from error
+        raise ModelNotFound(f"{what} cannot be used: {_first_line(error)}") from error
     if problem:
-        raise ModelNotFound(f"config.json of {source} cannot be used: {problem}")
+        raise ModelNotFound(f"{what} cannot be used: {problem}")
     if getattr(config, "attn_logit_softcapping", None):
         config._attn_implementation = "eager"  # before 5.20, transformers let gemma2 use sdpa, which knows no soft cap
     return config
@@ -392,8 +447,7 @@ def _whole_config(path: Path, described: dict[str, Any]) -> PreTrainedConfig:
     """
     family = described.get("model_type")
     if family in families.SAME_FAMILY:
-        family = families.SAME_FAMILY[family]
-        return CONFIG_MAPPING[family].from_dict({**described, "model_type": family, "auto_map": None})
+        return _config_of({**described, "model_type": families.SAME_FAMILY[family], "auto_map": None})
     if "auto_map" in described and family not in CONFIG_MAPPING:
         raise UnsupportedModel(
             f"a model of type {str(family)[:64]!r} comes with code of its own, and swarm never runs a repository's "
@@ -403,6 +457,10 @@ def _whole_config(path: Path, described: dict[str, Any]) -> PreTrainedConfig:
             )
         )
     return AutoConfig.from_pretrained(str(path.parent), local_files_only=True, trust_remote_code=False)
+
+
+def _config_of(described: dict[str, Any]) -> PreTrainedConfig:
+    return CONFIG_MAPPING[described["model_type"]].from_dict(described)
 
 
 def _unwrapped(name: str) -> str:

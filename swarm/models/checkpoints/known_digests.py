@@ -52,7 +52,7 @@ def known_digests(checkpoint: Checkpoint, file: str | Path | None = None) -> Wei
     if local is not None:
         return WeightDigests(dict(enumerate(local)), f"those in {checkpoint.source}")
     beside = _beside(checkpoint)
-    if beside is None and checkpoint.parts is None and Path(checkpoint.source).is_dir():
+    if beside is None and checkpoint.parts is None and Path(checkpoint.source).exists():
         raise UnknownWeights(
             f"nothing says which weights servers of {checkpoint.name} must have: {checkpoint.source} does not hold the "
             "weights of all blocks. Ask who has them for a file of `swarm digest MODEL > FILE` and give it: "

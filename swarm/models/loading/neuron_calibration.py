@@ -85,7 +85,7 @@ def calibrate(
     exact_RTH = ends.embedded(tokens_RT)
     unseen = slice(training_sequences(len(tokens_RT)), None)
     sparse_RTH = exact_RTH[unseen]
-    measured = Path(checkpoint.source).is_dir()
+    measured = Path(checkpoint.source).exists()
     last = checkpoint.blocks if measured else max(blocks, default=-1) + 1
     made: dict[int, tuple[CalibratedPredictor, str]] = {}
     title = "Making predictors of neurons" if progress else None

@@ -12,8 +12,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from swarm.common.files.gguf_header import SUFFIX, gguf_in, read_header, split_files
 from swarm.errors import CheckpointError
 
 MAX_TOKEN_CHARACTERS = 4096
@@ -71,16 +72,21 @@ def load_tokenizer(source: str | Path, revision: str | None = None, cache_dir: s
     Nothing bounds how long it takes to load, or to make tokens of a text: a `PromptProcess` does.
 
     Args:
-        source: local folder or hub id.
-        revision: commit of a hub model; ignored for a folder.
+        source: local folder, GGUF file or hub id.
+        revision: commit of a hub model; ignored for what is on this machine.
         cache_dir: folder for files of the hub.
 
     Raises:
         CheckpointError: the checkpoint has no usable tokenizer.
     """
-    options = {} if revision is None or Path(source).is_dir() else {"revision": revision}
+    options: dict[str, Any] = {} if revision is None or Path(source).is_dir() else {"revision": revision}
     try:
-        tokenizer = AutoTokenizer.from_pretrained(str(source), cache_dir=cache_dir, trust_remote_code=False, **options)
+        gguf = _gguf_with_tokenizer(Path(source))
+        if gguf is not None:
+            tokenizer = _gguf_tokenizer(gguf)
+        else:
+            options |= {"cache_dir": cache_dir, "trust_remote_code": False}
+            tokenizer = AutoTokenizer.from_pretrained(str(source), **options)
         problem = tokenizer_problem(tokenizer)
     except BaseException as error:  # foreign input; each family's tokenizer raises its own errors
         if not isinstance(error, Exception) and type(error).__name__ != RUST_PANIC:
@@ -90,3 +96,34 @@ def load_tokenizer(source: str | Path, revision: str | None = None, cache_dir: s
     if problem:
         raise CheckpointError(f"the tokenizer of {source} is not used: {problem}")
     return tokenizer
+
+
+_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+
+
+def _gguf_with_tokenizer(source: Path) -> Path | None:
+    """The GGUF file that has the tokenizer: `source`, or the one in a folder without files of a tokenizer."""
+    if source.is_dir() and not any((source / one).exists() for one in _FILES):
+        return gguf_in(source)
+    return source if source.suffix == SUFFIX and source.is_file() else None
+
+
+def _gguf_tokenizer(path: Path) -> Any:
+    """The tokenizer that a GGUF file describes. Raises anything if it is malformed."""
+    # Not in the transformers of machines that have no use for it: it came with 5.23.
+    from transformers.integrations.gguf.gguf_tokenizer_mapping import (
+        GGUF_PRE_TOKENIZER_SPLITS,
+        convert_gguf_tokenizer,
+        get_gguf_tokenizer,
+    )
+
+    path = split_files(path)[0]
+    read_header(path)  # within limits, which transformers has not
+    architecture, said, options = get_gguf_tokenizer(str(path))
+    split = said.get("pre_tokenizer_type")
+    if said.get("tokenizer_type") == "gpt2" and split != "gpt-2" and split not in GGUF_PRE_TOKENIZER_SPLITS:
+        raise ValueError(
+            f"it splits texts as {str(split)[:32]!r} does, which is not read from GGUF. Put the model's tokenizer.json "
+            "beside the file, and give the folder"
+        )
+    return PreTrainedTokenizerFast(tokenizer_object=convert_gguf_tokenizer(architecture, said)[0], **options)
