@@ -129,10 +129,11 @@ def resolve_quantization(
         return form
     free = free_memory(device) - reserved
     forms = _possible_forms(device)
-    is_fast = is_faster_packed(checkpoint, dtype, device)
-    if packed_bytes(checkpoint, dtype) is not None:  # nothing is lost, unlike in 8 bits
-        forms = [PACKED, *forms] if is_fast else [NONE, PACKED, *forms[1:]]
-        forms = [form for form in forms if form != INT8]
+    is_packed = PACKED in forms and packed_bytes(checkpoint, dtype) is not None
+    is_fast = is_packed and is_faster_packed(checkpoint, dtype, device)
+    forms = [form for form in forms if form != (INT8 if is_packed else PACKED)]  # packed weights lose nothing
+    if is_fast:
+        forms.sort(key=PACKED.__ne__)
     budgets = {form: MemoryBudget(memory_footprint(checkpoint, dtype, form), free, cache_tokens) for form in forms}
     form = choose_quantization(budgets, requested_blocks)
     said = "not quantized" if form == NONE else f"{form}, because not all requested blocks fit in {dtype_name(dtype)}"
@@ -145,7 +146,7 @@ def resolve_quantization(
 def _possible_forms(device: torch.device) -> list[str]:
     """The formats that this machine can compute with, from exact to small."""
     forms = [NONE]
-    for form in (INT8, form_for_device(device, NF4)):
+    for form in (PACKED, INT8, form_for_device(device, NF4)):
         with suppress(InvalidOption):
             require_available(form, device)
             forms.append(form)
@@ -165,7 +166,7 @@ def choose_quantization(budgets: Mapping[str, MemoryBudget], requested: Span | i
         *gentle, smallest = fitting
         best = max(gentle or [smallest], key=fitting.__getitem__)
         return best if fitting[best] else max(fitting, key=fitting.__getitem__)
-    return next((form for form, budget in budgets.items() if budget.fits(requested)), next(iter(fitting)))
+    return next((form for form, budget in budgets.items() if budget.fits(requested)), NONE)
 
 
 def _enough(requested: Span | int | None, blocks: int) -> int:

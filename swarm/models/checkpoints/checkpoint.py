@@ -106,16 +106,19 @@ class Checkpoint:
                 "Convert it with transformers: model.save_pretrained(FOLDER)"
             ) from None
 
+    @cached_property
     def stored_tensors(self) -> Mapping[str, tuple[str, int]]:
         """For each tensor, safetensors' name of its dtype, and its bytes; of GGUF nothing. No weights are read.
 
-        Raises `CheckpointError` if a file is not here, and the hub does not say what is in it.
+        Raises `CheckpointError` if a file is not here, and the hub does not say what is in it. It is asked only if the
+        config says that weights are packed.
         """
         found: dict[str, tuple[str, int]] = {}
         if self.gguf is not None:
             return found
         for file in sorted(set(self.weight_map.values())):
-            header = _header(self, file)
+            is_asked = packed_weights.quantization_of(self.config) or self.cached(file) is not None
+            header = _header(self, file) if is_asked else None
             if header is None:
                 raise CheckpointError(f"nothing says which tensors are in {file} of {self.source}")
             found |= header

@@ -64,7 +64,7 @@ def memory_footprint(checkpoint: Checkpoint, dtype: torch.dtype, quant: str = NO
         found = packed_bytes(checkpoint, dtype)
         if found is None:
             raise InvalidOption(
-                f"--quant packed: the weights of {checkpoint.name} are not packed in its checkpoint; use auto or none"
+                f"--quant packed: nothing here says that the weights of {checkpoint.name} are packed; use auto or none"
             )
         return MemoryFootprint(found, cache_bytes(structure, dtype))
     block_bytes = [parameters * dtype.itemsize for parameters in structure.block_parameters]
@@ -77,7 +77,7 @@ def memory_footprint(checkpoint: Checkpoint, dtype: torch.dtype, quant: str = NO
 def packed_bytes(checkpoint: Checkpoint, dtype: torch.dtype) -> tuple[int, ...] | None:
     """Bytes of each block whose packed weights stay packed; None if none are, or nothing says how they are stored."""
     try:
-        stored = checkpoint.stored_tensors()
+        stored = checkpoint.stored_tensors
     except CheckpointError:
         return None
     is_packed, found = False, [0] * checkpoint.blocks
@@ -91,7 +91,7 @@ def packed_bytes(checkpoint: Checkpoint, dtype: torch.dtype) -> tuple[int, ...] 
 def is_faster_packed(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> bool:
     """Whether weights of 4 bits are multiplied by torch's kernel for them (`swarm.models.weights.packed`)."""
     with suppress(CheckpointError):
-        dtypes = {one for one, _ in checkpoint.stored_tensors().values()}
+        dtypes = {one for one, _ in checkpoint.stored_tensors.values()}
         return bool({"I32", "U32"} & dtypes) and device.type == "cpu" and dtype is torch.bfloat16
     return False
 

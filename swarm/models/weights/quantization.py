@@ -96,7 +96,7 @@ def quantize(layers: nn.Module, form: str, device: torch.device) -> None:
 
 def require_available(form: str, device: torch.device) -> None:
     """Raise `InvalidOption` if this machine cannot compute with weights in `form`."""
-    if form in (NONE, PACKED):
+    if form == NONE:
         return
     if device.type not in ("cpu", "cuda"):
         raise InvalidOption(f"--quant: weights are quantized on CPUs and CUDA devices, not on {device.type}; use none")

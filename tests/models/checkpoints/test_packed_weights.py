@@ -137,7 +137,7 @@ def test_weights_that_stay_packed(tmp_path, layout, family):
     found = span_of(folder, torch.float32, "packed")
     assert (found.forward(inputs) - plain).norm() <= 1e-6 * plain.norm()
     checkpoint = open_checkpoint(folder)
-    stored = sum(size for name, (_, size) in checkpoint.stored_tensors().items() if checkpoint.locate(name))
+    stored = sum(size for name, (_, size) in checkpoint.stored_tensors.items() if checkpoint.locate(name))
     in_16_bits = span_of(folder, torch.bfloat16, "packed")
     assert in_16_bits.weight_bytes <= 1.15 * stored
     counted = sum(memory_footprint(checkpoint, torch.bfloat16, "packed").block_bytes)
@@ -162,7 +162,7 @@ def test_gradients_pass_packed_weights(tmp_path):
 
 def test_plain_weights_cannot_stay_packed(tmp_path):
     _, plain = packed_layouts.make("fp8 blocks", tmp_path)
-    with pytest.raises(InvalidOption, match="weights of plain are not packed in its checkpoint; use auto or none"):
+    with pytest.raises(InvalidOption, match="nothing here says that the weights of plain are packed; use auto or none"):
         memory_footprint(open_checkpoint(plain), torch.float32, "packed")
 
 
