@@ -151,7 +151,7 @@ def _rope(
 ) -> dict[str, Any]:
     """How rotary positions are computed, as transformers describes it."""
     base = said.get("rope.freq_base", 10000.0)
-    kind, factor = said.get("rope.scaling.type", "none"), said.get("rope.scaling.factor", 0.0)
+    kind, factor = said.get("rope.scaling.type", "linear"), said.get("rope.scaling.factor") or 1.0
     original = said.get("rope.scaling.original_context_length")
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": base}
     share = said.get("rope.dimension_count", width) / width
@@ -169,8 +169,8 @@ def _rope(
     elif kind == "yarn":
         rope |= {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
         rope["truncate"] = said.architecture != "gpt-oss"
-    elif kind == "linear":
-        rope |= {"rope_type": "linear", "factor": factor}
+    elif kind == "linear":  # also where only the factor is named
+        rope |= {} if factor == 1 else {"rope_type": "linear", "factor": factor}
     elif kind != "none":
         raise ValueError(f"its rotary positions are scaled by {str(kind)[:32]!r}, which is not read from GGUF")
     if share != 1:

@@ -266,6 +266,8 @@ def metadata(family: str, architecture: str, config: Any) -> dict[str, Any]:
     if rope["rope_type"] == "longrope":
         said |= {"rope.scaling.attn_factor": rope["attention_factor"]}
         said["rope.scaling.original_context_length"] = rope["original_max_position_embeddings"]
+    if rope["rope_type"] == "linear":
+        said["rope.scaling.factor"] = rope["factor"]
     if rope["rope_type"] == "yarn":
         said |= {"rope.scaling.type": "yarn", "rope.scaling.factor": float(rope["factor"])}
         said["rope.scaling.original_context_length"] = rope["original_max_position_embeddings"]

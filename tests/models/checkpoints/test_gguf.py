@@ -68,13 +68,14 @@ LONG = {
     **{"long_factor": [4.0, 8.0, 2.0, 3.0], "short_factor": [1.0, 1.5, 1.25, 2.0], "attention_factor": 1.25},
     "original_max_position_embeddings": 16,
 }
+LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32, "truncate": True}
 
 
-@pytest.mark.parametrize(("family", "rope"), [("llama", LLAMA3), ("phi3", LONG), ("qwen2", YARN)])
+@pytest.mark.parametrize(("family", "rope"), [("llama", LLAMA3), ("phi3", LONG), ("qwen2", YARN), ("qwen3", LINEAR)])
 def test_scaled_rotary_positions(family, rope, tmp_path):
     path = tmp_path / "model.gguf"
-    original = {"original_max_position_embeddings": rope["original_max_position_embeddings"]}
+    original = {name: rope[name] for name in ("original_max_position_embeddings",) if name in rope}
     model = gguf_layouts.make(family, path, config={"rope_parameters": rope, **original})
     assert open_checkpoint(path).config.rope_parameters == rope
     assert_same(logits_of(path), logits_of_whole(model))
