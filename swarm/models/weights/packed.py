@@ -20,7 +20,8 @@ from swarm.models.weights.frozen_linear import FrozenLinear
 from swarm.models.weights.weight_only import Int4Linear, int4_layout
 
 PIECE_VALUES = 1 << 21
-"""About so many values are unpacked at a time, in float32. Fewer are not faster, and each piece waits for all threads."""
+"""About so many values are unpacked at a time, in float32. Smaller pieces were not faster, and all threads wait for
+each other after each of its operations."""
 
 ROWS = 32
 """The rows of a piece are a multiple of this: no word or byte holds values of two pieces."""
