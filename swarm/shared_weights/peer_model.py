@@ -101,6 +101,7 @@ class PeerModel:
         self._receiving = asyncio.Lock()
         self._liars: set[str] = set()
         self._weight_map: dict[str, str] = {}
+        self._stored: dict[str, tuple[str, int]] = {}
         self.checkpoint: Checkpoint
 
     @classmethod
@@ -132,7 +133,9 @@ class PeerModel:
         assert found.parts is not None
         opened._note_tensors()
         opened.checkpoint = replace(
-            found, fetch=opened._fetch, parts=replace(found.parts, weight_map=opened._weight_map)
+            found,
+            fetch=opened._fetch,
+            parts=replace(found.parts, weight_map=opened._weight_map, stored=opened._stored),
         )
         return opened
 
@@ -168,6 +171,9 @@ class PeerModel:
 
     def _note_tensors(self) -> None:
         self._weight_map.update(self._store.weight_map)
+        for part, manifest in self._store.manifests.items():
+            if part != FILES:
+                self._stored.update((item.name, (item.dtype, item.size)) for item in manifest.items)
 
     async def _get_manifests(self) -> None:
         """Learn what the other parts consist of, as far as peers that are there now say."""

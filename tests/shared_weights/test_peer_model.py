@@ -34,6 +34,7 @@ def test_a_model_is_opened_and_liars_are_asked_for_nothing_more(parts, tmp_path)
         assert opened.checkpoint.name == NAME
         assert opened.checkpoint.blocks == BLOCKS
         assert set(opened.checkpoint.weight_map) == set(parts.checkpoint.weight_map)
+        assert opened.checkpoint.stored_tensors == parts.checkpoint.stored_tensors, "before any of them is here"
         lies = len(asked)
         await opened.require(PARTS)
         assert len(asked) == lies, "it was not asked again"

@@ -113,10 +113,10 @@ class Checkpoint:
         Raises `CheckpointError` if a file is not here, and the hub does not say what is in it. It is asked only if the
         config says that weights are packed.
         """
-        found: dict[str, tuple[str, int]] = {}
+        found = dict(self.parts.stored) if self.parts is not None else {}
         if self.gguf is not None:
             return found
-        for file in sorted(set(self.weight_map.values())):
+        for file in sorted({file for name, file in self.weight_map.items() if name not in found}):
             is_asked = packed_weights.quantization_of(self.config) or self.cached(file) is not None
             header = _header(self, file) if is_asked else None
             if header is None:

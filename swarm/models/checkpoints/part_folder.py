@@ -6,7 +6,8 @@ revision it is, and in which file each tensor is, or would be.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from swarm.common.files.checked_json import fields, integer, items, mapping, parse_json, text, to_json
@@ -27,12 +28,14 @@ class PartFolder:
         model, revision: of the model whose parts they are, see `Checkpoint`.
         blocks: of the whole model.
         weight_map: for each tensor's name, its file, which may be missing. It may grow while more becomes known.
+        stored: for tensors whose files are missing, as far as it is known, `Checkpoint.stored_tensors`.
     """
 
     model: str
     revision: str
     blocks: int
     weight_map: dict[str, str]
+    stored: Mapping[str, tuple[str, int]] = field(default_factory=dict)
 
     def encode(self) -> bytes:
         """The content of `PARTS_FILE`."""
