@@ -39,7 +39,9 @@ from swarm.models.execution.strategy import ExecutionStrategy
 from swarm.models.execution.strategy_choice import ScheduleRun, choose_forward, run_schedule
 from swarm.models.loading.span_loading import load_span
 from swarm.models.weights.quantization import NONE, form_for_device
+from swarm.models.weights.quantization import PACKED as PACKED_FORM
 from tests import zoo
+from tests.models.checkpoints import packed_layouts
 
 CPU = torch.device("cpu")
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -56,6 +58,9 @@ SAME = 2e-2
 
 QUANTIZED_ERROR = {"int8": 0.2, "nf4": 0.8}
 """Median error of a token of the zoo's models, whose weights are spread far wider than real ones."""
+
+PACKED = ("MXFP4", "fp8 blocks", "compressed-tensors int4", "AWQ", "ModelOpt NVFP4")
+"""Layouts of checkpoints; the first is of gpt_oss, whose experts are packed, the second one of a mixture too."""
 
 HEADS = ((4, 4, 64), (8, 2, 128), (8, 1, 96), (4, 2, 256))
 """Heads, heads of keys and width of a head."""
@@ -357,8 +362,9 @@ def _gradients(bench: Bench, family: str, dtype: torch.dtype) -> Found:
 
 
 def quantization(bench: Bench) -> list[Case]:
-    """Spans in 8 and 4 bits."""
-    return [Case(form, partial(_quantized, bench, form)) for form in QUANTIZED_ERROR]
+    """Spans in 8 and 4 bits, and with the weights of packed checkpoints."""
+    cases = [Case(form, partial(_quantized, bench, form)) for form in QUANTIZED_ERROR]
+    return cases + [Case(f"packed: {layout}", partial(_packed, bench, layout)) for layout in PACKED]
 
 
 def _quantized(bench: Bench, form: str) -> Found:
@@ -372,3 +378,19 @@ def _quantized(bench: Bench, form: str) -> Found:
     error = _median_error(run_schedule(model), exact)
     _require(error, QUANTIZED_ERROR[form], held)
     return Found({"error": error, "form": held, "strategy": str(model.strategy)})
+
+
+def _packed(bench: Bench, layout: str) -> Found:
+    """Weights that stay packed, against the same weights in fp32 on a processor."""
+    if layout == "MXFP4":
+        folder = packed_layouts.make_mxfp4(new_folder() / "model", torch.float32)
+    else:
+        family = "qwen3_moe" if layout == "fp8 blocks" else "llama"
+        folder, _ = packed_layouts.make(layout, new_folder(), family)
+    span = partial(load_span, open_checkpoint(folder), Span(0, 2))
+    exact = run_schedule(span(dtype=torch.float32, device=CPU))
+    plain = _median_error(run_schedule(span(dtype=torch.bfloat16, device=bench.device)), exact)
+    model = choose_forward(span(dtype=torch.bfloat16, device=bench.device, quant=PACKED_FORM))
+    error = _median_error(run_schedule(model), exact)
+    _require(error, ROUNDING_FACTOR * plain + ROUNDING_FLOOR[torch.bfloat16], layout)
+    return Found({"error": error, "error of plain weights": plain, "strategy": str(model.strategy)})

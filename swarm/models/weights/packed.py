@@ -151,7 +151,7 @@ class PackedWeight(nn.Module):
 
     def fill(self, plain: torch.Tensor) -> None:
         """Write the weight to a tensor of its shape."""
-        filled = (plain.mT if self.is_transposed else plain).reshape(-1, self.rows, self.columns)
+        filled = (plain.mT if self.is_transposed else plain).view(-1, self.rows, self.columns)
         for expert, rows in itertools.product(range(len(filled)), self.pieces()):
             filled[expert, rows] = self.unpacked(expert, rows)
 
