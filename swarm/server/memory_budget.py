@@ -133,7 +133,7 @@ def resolve_quantization(
     is_fast = is_packed and is_faster_packed(checkpoint, dtype, device)
     forms = [form for form in forms if form != (INT8 if is_packed else PACKED)]  # packed weights lose nothing
     if is_fast:
-        forms.sort(key=PACKED.__ne__)
+        forms = [PACKED, *(form for form in forms if form != PACKED)]
     budgets = {form: MemoryBudget(memory_footprint(checkpoint, dtype, form), free, cache_tokens) for form in forms}
     form = choose_quantization(budgets, requested_blocks)
     said = "not quantized" if form == NONE else f"{form}, because not all requested blocks fit in {dtype_name(dtype)}"

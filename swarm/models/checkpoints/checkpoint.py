@@ -266,7 +266,7 @@ def open_checkpoint(
     elif revision is not None:
         raise ModelNotFound(f"{source} is on this machine, and has no revision {revision!r}; leave --revision out")
     elif is_file and not folder.is_file():
-        raise ModelNotFound(f"there is no file {folder}")
+        raise ModelNotFound(f"{folder} does not exist; give the path of a GGUF file, a folder, or a hub id")
     elif is_file:
         found = _open_folder(folder.parent, name, folder)
     else:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -89,11 +88,12 @@ def packed_bytes(checkpoint: Checkpoint, dtype: torch.dtype) -> tuple[int, ...] 
 
 
 def is_faster_packed(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether weights of 4 bits are multiplied by torch's kernel for them (`swarm.models.weights.packed`)."""
-    with suppress(CheckpointError):
-        dtypes = {one for one, _ in checkpoint.stored_tensors.values()}
-        return bool({"I32", "U32"} & dtypes) and device.type == "cpu" and dtype is torch.bfloat16
-    return False
+    """Whether packed weights are multiplied by torch's kernel for 4 bits (`swarm.models.weights.packed`).
+
+    Raises `CheckpointError` if nothing says how they are stored.
+    """
+    dtypes = {one for one, _ in checkpoint.stored_tensors.values()}
+    return bool({"I32", "U32"} & dtypes) and device.type == "cpu" and dtype is torch.bfloat16
 
 
 def cache_bytes(structure: ModelStructure, dtype: torch.dtype) -> tuple[int, ...]:

@@ -28,6 +28,7 @@ from swarm.errors import CheckpointError, UnsupportedModel
 from swarm.models.checkpoints.config_limits import MAX_ENTRIES, MAX_WIDTH
 from swarm.models.checkpoints.gguf_config import ARCHITECTURES, described_config
 from swarm.models.cutting import families
+from swarm.models.weights.packed import FP4_VALUES
 
 PIECE_VALUES = 1 << 20
 """About so many values are unpacked at a time, in float32."""
@@ -38,7 +39,7 @@ _BLOCKS = {**{kind: (1, dtype.itemsize) for kind, dtype in _PLAIN.items()}, **GG
 _BLOCKS |= {Q5_0: (32, 22), Q5_1: (32, 24), MXFP4: (32, 17)}
 """For each type that is read, how many values are packed together, and in how many bytes."""
 
-_FP4 = torch.tensor([sign * one for sign in (1, -1) for one in (0, 0.5, 1, 1.5, 2, 3, 4, 6)])
+_FP4 = torch.tensor(FP4_VALUES)
 _ROTARY = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 """Tensors of which the config says the same."""
 

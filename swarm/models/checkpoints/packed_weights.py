@@ -398,7 +398,7 @@ def _int8(weight: _Stored) -> PackedWeight:
 
 
 def _affine(weight: _Stored, shape: torch.Size, bits: int, middle: int, numbers: packed.Numbers) -> PackedWeight:
-    """A weight of integers of compressed-tensors; `middle` means 0 where there are no zero points."""
+    """An integer weight of compressed-tensors; without zero points, the integer `middle` stands for 0."""
     scales, zeros, order = weight.need(*_SCALES), weight.take("_zero_point"), weight.take("_g_idx")
     weight.expect(scales.is_floating_point() and scales.dtype.itemsize > 1, "scales", scales)
     groups = scales.shape[-1] if scales.ndim == 2 else 1

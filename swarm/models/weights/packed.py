@@ -32,6 +32,9 @@ KERNEL_GROUPS = frozenset({32, 64, 128, 256})
 KERNEL_ROWS = 16
 """It wants a multiple of so many rows."""
 
+FP4_VALUES = [sign * value for sign in (1.0, -1.0) for value in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)]
+"""The number for each code of 4 bits, in NVFP4 and MXFP4."""
+
 _AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]
 """Where in a word of AWQ each of eight columns is."""
 
@@ -220,7 +223,7 @@ class PackedExperts(nn.Module):
 
 
 class _Expert:
-    """One expert's weight, as a tensor for products with inputs; for everything else it is unpacked."""
+    """One expert's weight, which stands for a tensor in products with inputs, and in nothing else."""
 
     def __init__(self, parts: Sequence[FrozenLinear]) -> None:
         self.parts = parts
@@ -247,9 +250,9 @@ def held(
     linear: Any = nn.Linear(weight.columns, weight.rows, False, "meta", dtype)
     linear.bias = bias
     is_fast = device.type == "cpu" and dtype is torch.bfloat16 and weight.fits_kernel() and int4_layout() is not None
-    if not is_fast:
-        return PackedLinear(weight, expert, linear)
-    return Int4Linear(linear, lambda start, end: weight.int4_grid(expert, start, end), weight.scales.width)
+    if is_fast:
+        return Int4Linear(linear, lambda start, end: weight.int4_grid(expert, start, end), weight.scales.width)
+    return PackedLinear(weight, expert, linear)
 
 
 def fp8_numbers(data: torch.Tensor, rows: slice) -> torch.Tensor:
@@ -314,7 +317,6 @@ def _pairs(data: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
 @cache
 def _table(kind: str, device: torch.device) -> torch.Tensor:
     """Both numbers of each byte, two float32 side by side, which are copied as one int64."""
-    fp4 = [sign * value for sign in (1.0, -1.0) for value in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)]
-    values = fp4 if kind == "fp4" else [float(one) for one in range(16)]
+    values = FP4_VALUES if kind == "fp4" else [float(one) for one in range(16)]
     pairs = torch.tensor([(values[byte & 15], values[byte >> 4]) for byte in range(256)], device="cpu")
     return pairs.view(torch.int64).view(-1).to(device)
