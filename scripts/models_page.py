@@ -16,7 +16,7 @@ from transformers.utils import logging
 from swarm.errors import UnsupportedModel
 from swarm.models.checkpoints.checkpoint import open_checkpoint
 from swarm.models.cutting import families
-from tests import popular_models, test_published_models, wrappers, zoo
+from tests import popular_models, test_images, test_published_models, wrappers, zoo
 from tests.models import test_all_families
 from tests.models.checkpoints import gguf_layouts, packed_layouts
 
@@ -60,7 +60,9 @@ def _families() -> Iterator[str]:
 
 def _wrappers() -> Iterator[str]:
     yield f"\n## {len(families.WRAPPERS)} wrappers, which add images or sound to a language model\n"
-    yield "Texts are served; images and sound are not yet.\n"
+    yield "Texts are served. [Images](python.md#images) are served over three servers, as texts are:\n"
+    yield _listed("images", sorted(test_images.KINDS))
+    yield "\nOther images, and sound, are not yet. Texts:\n"
     for way, is_served in (("servers", True), ("spans", False)):
         kinds = [kind for kind in wrappers.TABLE if (kind in test_published_models.MODELS) == is_served]
         yield _listed(way, sorted(kinds))

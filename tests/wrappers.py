@@ -17,10 +17,14 @@ from transformers.models.auto import modeling_auto
 
 from tests import zoo
 
+IMAGE = 127
+"""The token in whose place the features of images come."""
+
 TOWER: dict[str, Any] = {
     **{"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 8},
     **{"depth": 2, "embed_dim": 32, "num_heads": 4, "mlp_ratio": 2, "image_size": 28, "patch_size": 14},
-    **{"out_hidden_size": 32, "num_key_value_heads": 4},
+    **{"out_hidden_size": 32, "num_key_value_heads": 4, "projection_dim": 32, "vision_output_dim": 32},
+    **{"projector_input_dim": 32, "projector_output_dim": 32},
 }
 """Sizes of a tower, by all the names that towers have for them."""
 
@@ -41,7 +45,7 @@ TABLE: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {},
     ),
     "gemma4_unified": ("gemma4_unified_text", {}, {}),
-    "llama4": ("llama4_text", {}, {}),
+    "llama4": ("llama4_text", {}, {"intermediate_size": 128}),
     "mistral3": ("mistral", {}, {}),
     "mistral3 (ministral3)": ("ministral3", zoo.GATED, {}),
     "mistral3 (mistral4)": ("mistral4", {**LATENT, "n_group": 1}, {}),
@@ -103,6 +107,15 @@ TABLE: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 }
 """Type of the wrapper to the family inside, its config if the zoo has none, and what is special about the tower."""
 
+OWN: dict[str, dict[str, Any]] = {
+    "aria": {"projector_patch_to_query_dict": {4: 2}},
+    "kimi_k25": {"projection_hidden_size": 32},
+    "vipllava": {"vision_feature_layer": [-1, 1]},
+    "llava_next": {"image_grid_pinpoints": [[28, 56], [56, 28]]},
+    "llava_onevision": {"image_grid_pinpoints": [[28, 56], [56, 28]]},
+}
+"""What is special about the config of a wrapper itself."""
+
 NAMES = ("language_model.model.", "model.language_model.", "model.")
 """What stands before the names of the language model's tensors, in the forms in which wrappers are published."""
 
@@ -116,7 +129,8 @@ def config_of(kind: str, tie_word_embeddings: bool = False, **changes: Any) -> P
     inside = copy.deepcopy({**zoo.TABLE.get(family, {}), **overrides, "model_type": family, **tie, **changes})
     towers = {name: {**TOWER, **tower} for name in ("vision_config", "audio_config")}
     own = {name: inside[name] for name in ("vocab_size", "hidden_size")} if wrapper in ("fuyu", "ovis2") else {}
-    return AutoConfig.for_model(wrapper, text_config=inside, **towers, **own, **tie, image_token_id=127, pad_token_id=0)
+    own |= {**OWN.get(wrapper, {}), **tie, "image_token_id": IMAGE, "pad_token_id": 0}
+    return AutoConfig.for_model(wrapper, text_config=inside, **towers, **own)
 
 
 def make_wrapper(kind: str, tie_word_embeddings: bool = False, **changes: Any) -> PreTrainedModel:
@@ -150,3 +164,38 @@ def save(model: PreTrainedModel, folder: Path, names: str | None = None) -> Path
             tensors[names + inside] = tensor
     save_file(tensors, file, metadata={"format": "pt"})
     return folder
+
+
+TOKENS_OF_A_PICTURE = {
+    **{"aria": 2, "llava_next": 14, "llava_onevision": 14},
+    **dict.fromkeys(("llama4", "internvl", "idefics3", "smolvlm", "got_ocr2", "lfm2_vl"), 1),
+}
+"""How many tokens an image of 28 x 28 has, or of the size that the wrapper takes; others have 4."""
+
+
+def pictures(kind: str, rows: int, each: int, seed: int) -> dict[str, torch.Tensor]:
+    """Noise as images, `each` for every row of a batch, as the processor of this wrapper returns them."""
+    wrapper, count = kind.partition(" ")[0], rows * each
+    random = torch.Generator().manual_seed(seed)
+    sizes: dict[str, torch.Tensor] = {}
+    shape: tuple[int, ...] = (count, 3, 28, 28)
+    if wrapper in ("mistral3", "lighton_ocr"):
+        shape, sizes = (count, 3, 56, 56), {"image_sizes": torch.tensor([[56, 56]] * count)}
+    elif wrapper in ("llava_next", "llava_onevision"):
+        shape, sizes = (count, 3, 3, 28, 28), {"image_sizes": torch.tensor([[28, 56]] * count)}
+    elif wrapper in ("idefics3", "smolvlm"):
+        shape, sizes = (rows, each, 3, 28, 28), {"pixel_attention_mask": torch.ones(rows, each, 28, 28).long()}
+    elif wrapper == "lfm2_vl":
+        shape, sizes = (count, 4, 3 * 14 * 14), {"spatial_shapes": torch.tensor([[2, 2]] * count)}
+        sizes["pixel_attention_mask"] = torch.ones(count, 4).long()
+    elif wrapper in ("kimi_k25", "exaone4_5", "video_llama_3"):
+        values = {"kimi_k25": (3, 14, 14), "exaone4_5": (3 * 2 * 14 * 14,), "video_llama_3": (3 * 14 * 14,)}
+        shape, sizes = (16 * count, *values[wrapper]), {"image_grid_thw": torch.tensor([[1, 4, 4]] * count)}
+        if wrapper == "video_llama_3":
+            sizes["image_merge_sizes"] = torch.tensor([2] * count)
+    return {"pixel_values": torch.randn(shape, generator=random), **sizes}
+
+
+def picture_tokens(kind: str) -> list[int]:
+    """The tokens in whose place one image comes."""
+    return [IMAGE] * TOKENS_OF_A_PICTURE.get(kind.partition(" ")[0], 4)

@@ -24,6 +24,7 @@ import torch
 
 from swarm.client.threads.compute_lock import ComputeLock, ComputeTicket, RandomState
 from swarm.errors import CacheFull, InvalidOption, UsageError
+from swarm.models.images import PromptImages
 
 T = TypeVar("T")
 
@@ -43,6 +44,7 @@ BATCHED_ARGUMENTS = (
     "token_type_ids",
     "negative_prompt_ids",
     "negative_prompt_attention_mask",
+    "prompt_images",
 )
 """Arguments that have one row for each sequence."""
 
@@ -197,7 +199,8 @@ def _require_divisible(arguments: Mapping[str, Any], model_arguments: Mapping[st
 
 
 def _is_batched(name: str, value: Any, sequences: int) -> bool:
-    return name in BATCHED_ARGUMENTS and isinstance(value, torch.Tensor) and value.shape[0] == sequences
+    is_divisible = name in BATCHED_ARGUMENTS and isinstance(value, (torch.Tensor, PromptImages))
+    return is_divisible and len(value) == sequences
 
 
 def _copy_for_lane(one: Any) -> Any:

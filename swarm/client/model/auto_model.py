@@ -34,6 +34,7 @@ from swarm.models.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from swarm.models.checkpoints.known_digests import known_digests
 from swarm.models.checkpoints.partial_loading import resolve_dtype
 from swarm.models.cutting.families import classification_class
+from swarm.models.images import ImageTower
 from swarm.models.loading.span_loading import load_span
 from swarm.models.tokenizers.end_token import add_end_token, tokenizer_end_token
 from swarm.models.wire_defaults import default_wire_format
@@ -304,6 +305,7 @@ def _assemble_model(connection: SwarmConnection, request: _ModelRequest) -> Any:
     object.__setattr__(model, "remote_layer", layer)
     object.__setattr__(model, "swarm", connection)
     object.__setattr__(model, "_active", ActiveSessions())
+    object.__setattr__(model, "_tower", ImageTower(checkpoint, model, request.dtype))
     if task == "CAUSAL_LM":
         add_end_token(model, tokenizer_end_token(checkpoint.fetch))
         if not hasattr(model, "lm_head"):

@@ -32,6 +32,7 @@ from swarm.client.tuning.lora import Lora
 from swarm.client.tuning.trained import TrainedParameters
 from swarm.client.tuning.virtual_tokens import PromptedCache
 from swarm.errors import UsageError
+from swarm.models.images import ImageTower, PromptImages
 from swarm.models.placeholder_cache import PlaceholderCache
 from swarm.models.rope_lengths import has_dynamic_rope, rope_limit
 
@@ -43,11 +44,13 @@ class ActiveSessions(threading.local):
         entered: the session whose `with` block the thread is in.
         temporary: the session of one `generate` call alone.
         early_exit: when the tokens of this `generate` call leave; None for never.
+        images: the prompt of this `generate` call, if there are images in it.
     """
 
     entered: InferenceSession | None = None
     temporary: InferenceSession | None = None
     early_exit: EarlyExit | None = None
+    images: PromptImages | None = None
 
 
 class DistributedModelMixin:
@@ -72,6 +75,7 @@ class DistributedModelMixin:
     lora: Lora | None
     trained: TrainedParameters
     _active: ActiveSessions
+    _tower: ImageTower
 
     def extra_repr(self) -> str:
         return f"wire={self.swarm.config.wire}"
@@ -189,7 +193,8 @@ class DistributedGenerationMixin(ExitsMixin, DistributedModelMixin):
         early_exit: EarlyExit | Literal["session"] | None = "session",
         **kwargs: Any,
     ) -> Any:
-        """transformers' `generate`, with all its arguments.
+        """transformers' `generate`, with all its arguments; also `pixel_values` and what a processor returns with them,
+        of models that take images. Their tower is loaded at this client when the first image comes.
 
         Args:
             session: the session to use; by default that of the surrounding `with` block, or a temporary one.
@@ -204,10 +209,16 @@ class DistributedGenerationMixin(ExitsMixin, DistributedModelMixin):
         Raises:
             UsageError: the arguments cannot be divided among lanes, or tokens cannot leave early in this mode or
                 session.
+            UnsupportedModel: the model takes no images here.
         """
         session = session or self._active.entered
         if early_exit == "session":
             early_exit = session.early_exit if session is not None else None
+        if kwargs.get("pixel_values") is not None:
+            kwargs["prompt_images"] = self._tower.take(
+                inputs if inputs is not None else kwargs.get("input_ids"), kwargs
+            )
+        images = kwargs.get("prompt_images")
         arguments = {"inputs": inputs, **kwargs}
         if early_exit is not None and early_exit.needs_sessions and session is None and batch_size(arguments) > 1:
             lanes = batch_size(arguments)
@@ -222,6 +233,7 @@ class DistributedGenerationMixin(ExitsMixin, DistributedModelMixin):
             return generate_in_lanes(self, lanes, {**named, **settings}, generate)
         if session is not None and kwargs.get("past_key_values") is None:
             tokens = inputs if inputs is not None else kwargs.get("input_ids")
+            tokens = images.marks if images is not None else tokens
             if early_exit is not None:
                 session.prepare_for(early_exit)
             _continue_session(session, tokens, kwargs.get("attention_mask"), early_exit)
@@ -232,14 +244,14 @@ class DistributedGenerationMixin(ExitsMixin, DistributedModelMixin):
         self, arguments: dict[str, Any], ticket: ComputeTicket | None, *args: Any, early_exit: EarlyExit | None
     ) -> Any:
         """transformers' `generate`, inside the ticket if this is one lane of several."""
-        self._active.early_exit = early_exit
+        self._active.early_exit, self._active.images = early_exit, arguments.pop("prompt_images", None)
         if early_exit is not None:
             arguments.setdefault("use_cache", True)  # a few families, such as mpt, do without unless they are told
         try:
             with ticket if ticket is not None else nullcontext():
                 return super().generate(arguments.pop("inputs", None), *args, **arguments)  # type: ignore[misc]
         finally:
-            self._active.early_exit = None
+            self._active.early_exit = self._active.images = None
             temporary, self._active.temporary = self._active.temporary, None
             if temporary is not None:
                 temporary.close()

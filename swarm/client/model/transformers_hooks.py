@@ -63,7 +63,8 @@ class ForwardHooks:
             cache.keep_session()
             kwargs = {**kwargs, "past_key_values": cache}
         _require_supported(kwargs, cache)
-        kwargs, tokens = self._insert_virtual_tokens(kwargs, kwargs.get("input_ids"), cache)
+        kwargs, tokens = self._insert_images(kwargs, cache)
+        kwargs, tokens = self._insert_virtual_tokens(kwargs, tokens, cache)
         session = cache.session if cache is not None else None
         takes_positions = "position_ids" in self._owner_signature.parameters
         mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
@@ -71,6 +72,17 @@ class ForwardHooks:
         if self._state.cache is not None:
             self._state.cache.is_inside = True
         return (), kwargs
+
+    def _insert_images(self, kwargs: dict[str, Any], cache: Any) -> tuple[dict[str, Any], torch.Tensor | None]:
+        """The arguments with the images of the prompt that `generate` continues, and the token ids for its history."""
+        tokens, images = kwargs.get("input_ids"), self._model._active.images
+        if images is None or tokens is None:
+            return kwargs, tokens
+        past = cache.get_seq_length() if cache is not None else 0
+        placed = images.insert(tokens, past, self._model.get_input_embeddings())
+        if placed is None:
+            return kwargs, tokens
+        return {**kwargs, "input_ids": None, "inputs_embeds": placed[0]}, placed[1]
 
     def _insert_virtual_tokens(
         self, kwargs: dict[str, Any], tokens: Any, cache: Any
@@ -172,6 +184,8 @@ def _require_supported(kwargs: dict[str, Any], cache: Any) -> None:
                 f"{name} is not available, because servers keep it; the hidden states after the first n blocks are the "
                 "output of model.remote_blocks[:n]"
             )
+    if kwargs.get("pixel_values") is not None:
+        raise UsageError("images are taken by model.generate only: a forward gets no pixel_values")
     mask = kwargs.get("attention_mask")
     if mask is not None and getattr(mask, "ndim", 0) != 2:
         raise UsageError("the swarm supports only attention masks of the shape [rows, tokens]")

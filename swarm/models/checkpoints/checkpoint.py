@@ -43,6 +43,9 @@ MAX_TENSOR_NAME_CHARACTERS = 1024
 OTHER_TOWERS = re.compile(r"(?:^|.*\.)(?:(?:[a-z]+_)*(?:vision|visual|audio|image|projector)|encoder|mtp)")
 """Beginnings of the names of tensors that no token of a text passes."""
 
+_NO_TOWER = re.compile(
+    r"(?:model\.)?(?:language_model|text_model)\..+|lm_head\..+|(?:model\.)?(?:embed_tokens|norm)\..+|(?:.+\.)?mtp.+"
+)
 _IN_WRAPPER = re.compile(r"(?:model\.)?(?:language_model|text_model)\.(.+)")
 DEMO_FOLDER = Path(__file__).parents[1] / "demo"
 """The small trained model that comes with the package."""
@@ -190,6 +193,18 @@ class Checkpoint:
             dtype: see `read_tensors`.
         """
         return {_unwrapped(name): tensor for name, tensor in self.read_tensors(self.is_client_tensor, dtype)}
+
+    def tower_tensors(self) -> dict[str, torch.Tensor]:
+        """The tensors of a wrapper that belong to none of its language model's parts, by their names in the files."""
+        return dict(self.read_tensors(lambda name: not (self._block_names.match(name) or _NO_TOWER.fullmatch(name))))
+
+    def whole_config(self) -> PreTrainedConfig:
+        """The config as it is published: that of the wrapper if there is one, else that of the model."""
+        try:
+            path = self.fetch(constants.CONFIG_NAME)
+            return _whole_config(path, json.loads(_read_small(path, config_limits.MAX_CONFIG_BYTES)))
+        except EntryNotFoundError:
+            return self.config
 
     @cached_property
     def _places(self) -> dict[str, tuple[int, str] | None]:

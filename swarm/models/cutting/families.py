@@ -85,17 +85,31 @@ OTHER_NAME_OF_CACHE = {"falcon_mamba", "mamba", "mamba2"}
 EXPERTS_AS_IN_WRAPPER = {"glm4v_moe_text": "glm4v_moe", "qwen3_vl_moe_text": "qwen3_vl_moe"}
 """Families whose experts transformers knows how to fuse or turn only for the whole wrapper."""
 
-WRAPPERS = frozenset(
-    {
-        *("gemma3", "gemma4", "gemma4_unified", "llama4", "mistral3", "kimi_k25", "qwen2_vl", "qwen2_5_vl", "qwen3_vl"),
-        *("qwen3_vl_moe", "glm4v", "glm46v", "glm4v_moe", "internvl", "llava", "llava_next", "llava_onevision", "aria"),
-        *("exaone4_5", "idefics3", "smolvlm", "ovis2", "got_ocr2", "video_llama_3", "lighton_ocr", "janus", "fuyu"),
-        *("deepseek_vl", "vipllava", "hyperclovax_vision_v2", "moss_transcribe_diarize", "voxtral", "qwen2_audio"),
-        *("qwen3_5", "qwen3_5_moe", "lfm2_vl", "dots3_note"),
-    }
-)
+IMAGES = {
+    *("mistral3", "llama4", "kimi_k25", "internvl", "llava", "llava_next", "llava_onevision", "aria", "idefics3"),
+    *("smolvlm", "ovis2", "got_ocr2", "lighton_ocr", "deepseek_vl", "video_llama_3", "lfm2_vl", "exaone4_5"),
+    *("janus", "vipllava"),
+}
+"""Wrappers whose images are served too: they put features in the place of tokens, and change nothing else."""
+
+WRAPPERS = IMAGES | {
+    *("gemma3", "gemma4", "gemma4_unified", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5"),
+    *("qwen3_5_moe", "glm4v", "glm46v", "glm4v_moe", "fuyu", "hyperclovax_vision_v2", "moss_transcribe_diarize"),
+    *("voxtral", "qwen2_audio", "dots3_note"),
+}
 """Wrappers that compute a text as the model inside does, each compared with it by a test. Some others do not: in
 paligemma each token of a prompt sees the whole prompt, and aya_vision leaves out a factor of the logits."""
+
+IMAGES_SEE_THEMSELVES = "the tokens of an image see those behind them there, and servers let tokens see those before"
+THREE_POSITIONS = "its tokens have positions of three numbers there (time, row and column), and servers are sent one"
+
+WHY_NO_IMAGES = {
+    **dict.fromkeys(("gemma3", "gemma4", "gemma4_unified"), IMAGES_SEE_THEMSELVES),
+    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_5", "qwen3_5_moe"), THREE_POSITIONS),
+    **dict.fromkeys(("glm4v", "glm46v", "glm4v_moe"), THREE_POSITIONS),
+    **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe"), THREE_POSITIONS + ", and some blocks get features of images as well"),
+}
+"""Wrappers whose texts are served and whose images are not."""
 
 POSITIONS_FROM_CACHE_LENGTH = {"llama4_text"}
 """Families that derive a token's position from the cache length, which differs between sequences of a batch."""
@@ -146,6 +160,19 @@ def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
     text.tie_word_embeddings = getattr(config, "tie_word_embeddings", text.tie_word_embeddings)
     text._name_or_path = config._name_or_path
     return text
+
+
+def check_images(config: PreTrainedConfig) -> None:
+    """Raise `UnsupportedModel`, with the reason, unless the model that is published with this config takes images."""
+    family = config.model_type
+    if family not in WRAPPERS:
+        raise UnsupportedModel(f"a model of the family {family!r} takes no images; leave pixel_values out")
+    if family not in IMAGES:
+        why = WHY_NO_IMAGES.get(family, "whether they are computed as its own class does it is not known")
+        raise UnsupportedModel(
+            f"texts of {family!r} are served, images are not: {why}. Leave pixel_values out, or use a model whose "
+            "images are served, such as mistral3, llama4, kimi_k25 or internvl"
+        )
 
 
 def check_supported(config: PreTrainedConfig, name: str | None = None) -> None:
