@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForImageTextToText, StoppingCriteriaList
 
+from swarm import EarlyExit
 from swarm.errors import UnsupportedModel, UsageError
 from swarm.models.cutting.families import IMAGES
 from tests import wrappers, zoo
@@ -39,7 +40,7 @@ def padded(kind: str) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("kind", slow_except(KINDS, "mistral3", "llama4"))
-def test_texts_about_images_are_those_of_transformers(kind, tmp_path):
+def test_texts_about_images_are_those_of_transformers(kind, tmp_path, monkeypatch):
     folder = wrappers.save(wrappers.make_wrapper(kind), tmp_path / "model")
     local = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
 
@@ -58,13 +59,20 @@ def test_texts_about_images_are_those_of_transformers(kind, tmp_path):
         if kind != "llama4":  # whose images transformers does not repeat for beams
             beams = known(prompt, num_beams=3)
             assert model.generate(**prompt, **SETTINGS, num_beams=3).tolist() == beams
+        early = EarlyExit(threshold=0.0, batch="all")
+        assert model.generate(**padded(kind), **SETTINGS, early_exit=early).tolist() == batch
         draft = zoo.make_model("llama")  # whose guesses are often wrong
         assert model.generate(**prompt, **SETTINGS, assistant_model=draft).tolist() == text
         with model.inference_session(max_length=100) as session:
             assert model.generate(**prompt, **SETTINGS).tolist() == text
+            computed, steps = session.compute, []
+            monkeypatch.setattr(
+                session, "compute", lambda one, *more: steps.append(one.shape[1]) or computed(one, *more)
+            )
             longer = one_row(kind, tail=(*text[0][prompt["input_ids"].shape[1] - 1 :], 20, 21))
             assert model.generate(**longer, **SETTINGS).tolist() == known(longer)
-            # The tokens are the same, and the images are not.
+            assert steps[0] == 3, "what is held of the images and the text is not computed again"
+            # Their tokens are those of the first prompt, and their images are not.
             before = Before(session, {5: lambda session: holder(swarm, session, 2).kill()})
             criteria = StoppingCriteriaList([before])
             assert model.generate(**others, **SETTINGS, stopping_criteria=criteria).tolist() == known(others)
