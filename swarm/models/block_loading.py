@@ -14,8 +14,8 @@ from torch import nn
 from swarm.errors import CheckpointError
 from swarm.models.checkpoints.block_digest import block_digest
 from swarm.models.checkpoints.checkpoint import Checkpoint
-from swarm.models.checkpoints.packed_places import Hold
 from swarm.models.checkpoints.partial_loading import load_partial_model
+from swarm.models.checkpoints.weight_places import Hold
 from swarm.models.cutting import cut_layers, families
 
 
@@ -66,7 +66,7 @@ def fill_block(
     """The model cut to one block and filled with `tensors`, on the CPU, with the config of the whole model.
 
     Args:
-        tensors: by their names inside the block. They are taken out, so that packed ones are free once unpacked.
+        tensors: by their names inside the block. They are taken out, so that they are free once unpacked or fused.
         change: changes the block while it is on the meta device, before it is filled.
         converted: whether the tensors come from a loaded model, and so have its names and no quantization.
         hold: makes the layers for packed weights that stay packed; None to unpack all.

@@ -23,7 +23,7 @@ from transformers.utils import logging as transformers_logging
 from swarm.common.dtypes import HIDDEN_DTYPES, dtype_name
 from swarm.errors import CheckpointError, InvalidOption
 from swarm.models.checkpoints import packed_weights
-from swarm.models.checkpoints.packed_places import Hold, Place, take_places, wrong_shape
+from swarm.models.checkpoints.weight_places import Hold, Place, fuse_experts, take_places, wrong_shape
 from swarm.models.weights.packed import PackedWeight
 
 MAX_VALUES_A_STORED_ONE = 2
@@ -73,7 +73,7 @@ def load_partial_model(
 
     Args:
         cut: removes the parts of the model that are not loaded.
-        tensors: the packed ones are taken out, so that their memory is free as soon as they are unpacked.
+        tensors: they are taken out, so that their memory is free as soon as they are unpacked or fused.
         may_be_missing: whether the tensor of this name may be missing; the family then initializes it at random.
         converted: whether the tensors were converted already, when a model was loaded from which they come.
         hold: makes the layers for packed weights that stay packed; None to unpack all.
@@ -91,6 +91,7 @@ def load_partial_model(
     stored = sum(one.numel() for one in tensors.values()) + sum(math.prod(one.shape) for one in packed.values())
     integers = [name for name, one in tensors.items() if is_unpacked and not one.is_floating_point()]
     state = dict(tensors)
+    tensors.clear()
 
     def build(self: PreTrainedModel, config: PreTrainedConfig) -> None:
         model_class.__init__(self, config)  # type: ignore[misc]
@@ -101,6 +102,7 @@ def load_partial_model(
         with torch.device("cpu"):
             for name in list(packed):
                 state[name] = packed.pop(name).dense(dtype)
+            fuse_experts(self, state, dtype)
 
     # transformers looks up its conversions by the class's name and module, and has none for modules of others.
     module = __name__ if converted else model_class.__module__

@@ -13,7 +13,7 @@ from swarm.common import console
 from swarm.data_structures import Span
 from swarm.models.block_loading import load_block, return_freed_memory
 from swarm.models.checkpoints.checkpoint import Checkpoint
-from swarm.models.checkpoints.packed_places import Hold
+from swarm.models.checkpoints.weight_places import Hold
 from swarm.models.cutting import cut_layers
 from swarm.models.execution.hooked_module import HookedModule
 from swarm.models.execution.span_model import SpanModel

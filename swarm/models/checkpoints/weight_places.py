@@ -1,10 +1,10 @@
-"""Where in a model its packed weights belong: in a layer, or among the experts that one parameter fuses."""
+"""Where in a model packed weights and those of experts belong: in a layer, or among what one parameter fuses."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -18,6 +18,8 @@ from swarm.models.weights.packed import PackedExperts, PackedWeight
 
 Hold = Callable[[PackedWeight, int, nn.Parameter | None], FrozenLinear]
 """Makes the layer for a packed weight that stays packed, from the weight, the number of the expert, and the bias."""
+
+Weight = TypeVar("Weight", PackedWeight, torch.Tensor)
 
 _MERGED = [["MergeModulelist"], ["MergeModulelist", "Concatenate"]]
 """transformers' operations that fuse experts: a list becomes one tensor, and two tensors lie one behind the other."""
@@ -65,11 +67,8 @@ class Place:
         if not self.is_fused:
             return self.weights[0][0].dense(dtype)
         found = torch.empty(self.shape, dtype=dtype)
-        start = 0
-        for part in self.weights:
-            for expert, one in enumerate(part):
-                one.fill(found[expert, start : start + one.rows])
-            start += part[0].rows
+        for one, place in _parts_of(found, self.weights):
+            one.fill(place)
         return found
 
 
@@ -82,29 +81,12 @@ def take_places(model: PreTrainedModel, packed: dict[str, PackedWeight]) -> list
     Raises:
         CheckpointError: a weight has another shape than config.json describes.
     """
-    tied = model.get_expanded_tied_weights_keys(all_submodels=True)
-    parameters = {name: one for name, one in model.named_parameters() if name not in tied and name not in tied.values()}
-    transforms = get_model_conversion_mapping(model)
-    renamings = [one for one in transforms if isinstance(one, WeightRenaming)]
-    converters = [one for one in transforms if isinstance(one, WeightConverter)]
-    found: dict[str, dict[str | None, list[str]]] = {}
-    for name in sorted(packed, key=dot_natural_key):
-        target, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, parameters)
-        if target not in parameters and name in parameters:
-            target, pattern = name, None
-        if target in parameters:
-            found.setdefault(target, {}).setdefault(pattern, []).append(name)
-    by_pattern = {pattern: one for one in converters for pattern in one.source_patterns}
     places = []
-    for target, names in found.items():
-        ordered = _in_order(names, by_pattern)
-        if ordered is None:
-            continue
-        weights = [[packed[name] for name in part] for part in ordered]
-        is_fused = None not in names
-        shape = parameters[target].shape
+    for target, names, is_fused in _targets(model, packed):
+        weights = [[packed[name] for name in part] for part in names]
+        shape = model.get_parameter(target).shape
         _require_shape(target, weights, shape, is_fused)
-        for name in (one for part in ordered for one in part):
+        for name in (one for part in names for one in part):
             del packed[name]
         path, _, name = target.rpartition(".")
         owner: Any = model.get_submodule(path)
@@ -112,6 +94,48 @@ def take_places(model: PreTrainedModel, packed: dict[str, PackedWeight]) -> list
         owner._is_hf_initialized = True  # else transformers initializes what is not there
         places.append(Place(path, name, shape, weights, is_fused))
     return places
+
+
+def fuse_experts(model: PreTrainedModel, tensors: dict[str, torch.Tensor], dtype: torch.dtype) -> None:
+    """Replace weights of experts in `tensors` by the parameters that fuse them, one after the other.
+
+    transformers would hold all of them twice for that.
+
+    Raises:
+        CheckpointError: they have other shapes than config.json describes.
+    """
+    plain = [name for name, one in tensors.items() if one.ndim == 2 and one.is_floating_point()]
+    for target, names, is_fused in _targets(model, plain):
+        if not is_fused:
+            continue
+        weights = [[tensors.pop(name) for name in part] for part in names]
+        shape = model.get_parameter(target).shape
+        _require_shape(target, weights, shape, is_fused)
+        tensors[target] = torch.empty(shape, dtype=dtype)
+        for one, place in _parts_of(tensors[target], weights):
+            place.copy_(one)
+
+
+def _targets(model: PreTrainedModel, names: Iterable[str]) -> list[tuple[str, list[list[str]], bool]]:
+    """The parameters that weights of these names become by transformers' tables.
+
+    Each with the names for every part of its rows, and whether each of them is that of one expert.
+    """
+    tied = model.get_expanded_tied_weights_keys(all_submodels=True)
+    parameters = {name: one for name, one in model.named_parameters() if name not in tied and name not in tied.values()}
+    transforms = get_model_conversion_mapping(model)
+    renamings = [one for one in transforms if isinstance(one, WeightRenaming)]
+    converters = [one for one in transforms if isinstance(one, WeightConverter)]
+    found: dict[str, dict[str | None, list[str]]] = {}
+    for name in sorted(names, key=dot_natural_key):
+        target, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, parameters)
+        if target not in parameters and name in parameters:
+            target, pattern = name, None
+        if target in parameters:
+            found.setdefault(target, {}).setdefault(pattern, []).append(name)
+    by_pattern = {pattern: one for one in converters for pattern in one.source_patterns}
+    ordered = ((target, _in_order(names, by_pattern), None not in names) for target, names in found.items())
+    return [(target, names, is_fused) for target, names, is_fused in ordered if names is not None]
 
 
 def _in_order(
@@ -129,7 +153,16 @@ def _in_order(
     return [names[one] for one in converter.source_patterns] if is_whole else None
 
 
-def _require_shape(target: str, weights: Sequence[Sequence[PackedWeight]], shape: torch.Size, is_fused: bool) -> None:
+def _parts_of(fused: torch.Tensor, weights: Sequence[Sequence[Weight]]) -> Iterator[tuple[Weight, torch.Tensor]]:
+    """Each expert's weights, and their places in the parameter that fuses them."""
+    start = 0
+    for part in weights:
+        end = start + part[0].shape[0]
+        yield from ((one, fused[expert, start:end]) for expert, one in enumerate(part))
+        start = end
+
+
+def _require_shape(target: str, weights: Sequence[Sequence[Weight]], shape: torch.Size, is_fused: bool) -> None:
     found: tuple[int, ...] = weights[0][0].shape
     if is_fused:
         parts = [{one.shape for one in part} for part in weights]
