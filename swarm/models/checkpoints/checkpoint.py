@@ -12,21 +12,21 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import torch
 from huggingface_hub import HfApi, constants, hf_hub_download, try_to_load_from_cache
 from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from safetensors import SafetensorError, safe_open
-from transformers import CONFIG_MAPPING, AutoConfig, GenerationConfig, PreTrainedConfig
+from transformers import GenerationConfig, PreTrainedConfig
 
 from swarm.common.files.checked_json import fields, mapping, parse_json, text
 from swarm.common.files.gguf_header import SUFFIX, gguf_in, model_name, split_files
 from swarm.errors import CheckpointError, HubUnreachable, InvalidSpan, ModelNotFound, UnsupportedModel, UsageError
 from swarm.models.checkpoints import config_limits, packed_weights
 from swarm.models.checkpoints.block_digest import block_digest
+from swarm.models.checkpoints.config_reading import first_line, read_config, read_small, whole_config
 from swarm.models.checkpoints.gguf_weights import GgufFiles, GgufWeights, open_files
 from swarm.models.checkpoints.part_folder import PARTS_FILE, PartFolder, read_part_folder
 from swarm.models.checkpoints.safetensors_header import DTYPES, read_header
@@ -95,11 +95,11 @@ class Checkpoint:
         if self.gguf is not None:
             return self.gguf.weight_map
         try:
-            return _parse_weight_map(_read_small(self.fetch(INDEX_FILE), MAX_INDEX_BYTES))
+            return _parse_weight_map(read_small(self.fetch(INDEX_FILE), MAX_INDEX_BYTES))
         except EntryNotFoundError:
             pass
         except (OSError, ValueError, RecursionError) as error:
-            raise CheckpointError(f"{INDEX_FILE} of {self.source} cannot be read: {_first_line(error)}") from error
+            raise CheckpointError(f"{INDEX_FILE} of {self.source} cannot be read: {first_line(error)}") from error
         try:
             with _open(self.fetch(SINGLE_FILE)) as shard:
                 return dict.fromkeys(shard.keys(), SINGLE_FILE)
@@ -162,7 +162,7 @@ class Checkpoint:
             raise
         except Exception as error:  # a family's code raises anything if the sizes of a config do not go together
             raise CheckpointError(
-                f"no model can be built by config.json of {self.source}: {_first_line(error)}"
+                f"no model can be built by config.json of {self.source}: {first_line(error)}"
             ) from error
 
     @property
@@ -202,7 +202,7 @@ class Checkpoint:
         """The config as it is published: that of the wrapper if there is one, else that of the model."""
         try:
             path = self.fetch(constants.CONFIG_NAME)
-            return _whole_config(path, json.loads(_read_small(path, config_limits.MAX_CONFIG_BYTES)))
+            return whole_config(path, json.loads(read_small(path, config_limits.MAX_CONFIG_BYTES)))
         except EntryNotFoundError:
             return self.config
 
@@ -245,10 +245,10 @@ class Checkpoint:
         except EntryNotFoundError:
             return None
         try:
-            _read_small(path, config_limits.MAX_CONFIG_BYTES)
+            read_small(path, config_limits.MAX_CONFIG_BYTES)
             found = GenerationConfig.from_pretrained(str(path.parent), local_files_only=True)
         except Exception as error:  # foreign input, which transformers validates in many places
-            raise CheckpointError(f"{path.name} of {self.source} cannot be used: {_first_line(error)}") from error
+            raise CheckpointError(f"{path.name} of {self.source} cannot be used: {first_line(error)}") from error
         if problem := config_limits.generation_problem(lambda name: getattr(found, name, None)):
             raise CheckpointError(f"{path.name} of {self.source} cannot be used: {problem}")
         return found
@@ -353,11 +353,11 @@ def _open_folder(folder: Path, name: str | None, file: Path | None = None) -> Ch
         file = gguf_in(folder)
     if file is not None:
         return _of_gguf(open_files(file), str(folder if ours is None else file), name, fetch, cached)
-    config = _read_config(fetch, str(folder))
+    config = read_config(fetch, str(folder))
     try:
         parts = read_part_folder(folder)
     except (OSError, ValueError, RecursionError) as error:
-        raise ModelNotFound(f"{PARTS_FILE} of {folder} cannot be used: {_first_line(error)}") from error
+        raise ModelNotFound(f"{PARTS_FILE} of {folder} cannot be used: {first_line(error)}") from error
     if parts is not None:
         return Checkpoint(name or parts.model, str(folder), parts.revision, config, fetch, cached, parts)
     return Checkpoint(name or folder.resolve().name, str(folder), _folder_revision(folder), config, fetch, cached)
@@ -367,12 +367,12 @@ def _of_gguf(
     files: GgufFiles, source: str, name: str | None, fetch: Callable[[str], Path], cached: Callable[[str], Path | None]
 ) -> Checkpoint:
     beside = cached(constants.CONFIG_NAME)
-    config = _read_config(fetch, source, files if beside is None else None)
+    config = read_config(fetch, source, files if beside is None else None)
     if getattr(config, "dtype", None) is None:
         config.dtype = files.dtype
     state = hashlib.sha256(b"".join(one.digest for one in files.headers))
     if beside is not None:
-        state.update(_read_small(beside, config_limits.MAX_CONFIG_BYTES))
+        state.update(read_small(beside, config_limits.MAX_CONFIG_BYTES))
     revision = "gguf-" + state.hexdigest()[:12]
     name = name or (Path(source).resolve().name if Path(source).is_dir() else model_name(files.paths[0]))
     return Checkpoint(name, source, revision, config, fetch, cached, gguf=GgufWeights(files, config))
@@ -383,9 +383,9 @@ def _folder_revision(folder: Path) -> str:
     state = hashlib.sha256((folder / "config.json").read_bytes())
     try:
         if (folder / INDEX_FILE).is_file():
-            state.update(_read_small(folder / INDEX_FILE, MAX_INDEX_BYTES))
+            state.update(read_small(folder / INDEX_FILE, MAX_INDEX_BYTES))
     except (OSError, ValueError) as error:
-        raise ModelNotFound(f"{INDEX_FILE} of {folder} cannot be used: {_first_line(error)}") from error
+        raise ModelNotFound(f"{INDEX_FILE} of {folder} cannot be used: {first_line(error)}") from error
     return "folder-" + state.hexdigest()[:12]
 
 
@@ -402,9 +402,7 @@ def _open_repository(repository: str, revision: str | None, cache_dir: str | Pat
         except EntryNotFoundError:
             raise
         except HfHubHTTPError as error:
-            raise ModelNotFound(
-                f"the model hub has no {repository} (or it is private): {_first_line(error)}"
-            ) from error
+            raise ModelNotFound(f"the model hub has no {repository} (or it is private): {first_line(error)}") from error
         except OSError as error:
             raise _unreachable(repository, error) from error
 
@@ -412,73 +410,10 @@ def _open_repository(repository: str, revision: str | None, cache_dir: str | Pat
         found = try_to_load_from_cache(repository, file, cache_dir=cache_dir, revision=commit)
         return Path(found) if isinstance(found, str) else None
 
-    config = _read_config(fetch, repository)
+    config = read_config(fetch, repository)
     # The cache keeps files under snapshots/<commit>. From here on, every file comes from this commit.
     commit = fetch(constants.CONFIG_NAME).parent.name
     return Checkpoint(name, repository, commit, config, fetch, cached)
-
-
-def _read_config(fetch: Callable[[str], Path], source: str, gguf: GgufFiles | None = None) -> PreTrainedConfig:
-    """The config of a checkpoint's config.json, or of its files in GGUF if they are given."""
-    what = f"config.json of {source}" if gguf is None else f"what {gguf.paths[0].name} says of its model"
-    try:
-        path = fetch(constants.CONFIG_NAME) if gguf is None else gguf.paths[0]
-    except EntryNotFoundError:
-        raise ModelNotFound(
-            f"{source} has no config.json, so it is not a transformers model. Of a model in GGUF, download a file and "
-            "give its path"
-        ) from None
-    try:
-        # transformers writes infinities, for example as limits of time steps, so they are not refused here.
-        described = json.loads(_read_small(path, config_limits.MAX_CONFIG_BYTES)) if gguf is None else gguf.config()
-        problem = config_limits.json_problem(described)
-        if not problem:
-            whole = _whole_config(path, described) if gguf is None else _config_of(described)
-            config = families.text_config(whole)
-            families.check_supported(config)
-            problem = config_limits.values_problem(partial(_value, config))
-            if not problem and (problem := packed_weights.format_problem(packed_weights.quantization_of(config))):
-                raise UnsupportedModel(f"{source} cannot be loaded: {problem}")
-    except UnsupportedModel:
-        raise
-    except Exception as error:  # foreign input; each family's config class raises its own errors
-        raise ModelNotFound(f"{what} cannot be used: {_first_line(error)}") from error
-    if problem:
-        raise ModelNotFound(f"{what} cannot be used: {problem}")
-    if getattr(config, "attn_logit_softcapping", None):
-        config._attn_implementation = "eager"  # before 5.20, transformers let gemma2 use sdpa, which knows no soft cap
-    return config
-
-
-def _value(config: PreTrainedConfig, name: str) -> Any:
-    """One of a config's values; None if there is none, or if it is another one for each layer."""
-    with suppress(RuntimeError):
-        return getattr(config, name, None)
-    return None
-
-
-def _whole_config(path: Path, described: dict[str, Any]) -> PreTrainedConfig:
-    """The checkpoint's config as it is, of a wrapper too. Raises whatever its class does.
-
-    Args:
-        described: what the file says.
-    """
-    family = described.get("model_type")
-    if family in families.SAME_FAMILY:
-        return _config_of({**described, "model_type": families.SAME_FAMILY[family], "auto_map": None})
-    if "auto_map" in described and family not in CONFIG_MAPPING:
-        raise UnsupportedModel(
-            f"a model of type {str(family)[:64]!r} comes with code of its own, and swarm never runs a repository's "
-            "code; "
-            + families.INSTEAD.get(
-                str(family), "use one that transformers loads without trust_remote_code, if there is one"
-            )
-        )
-    return AutoConfig.from_pretrained(str(path.parent), local_files_only=True, trust_remote_code=False)
-
-
-def _config_of(described: dict[str, Any]) -> PreTrainedConfig:
-    return CONFIG_MAPPING[described["model_type"]].from_dict(described)
 
 
 def _unwrapped(name: str) -> str:
@@ -490,23 +425,10 @@ def _unwrapped(name: str) -> str:
     return inside if inside.partition(".")[0] in ("model", "lm_head") else f"model.{inside}"
 
 
-def _read_small(path: Path, max_bytes: int) -> bytes:
-    """The content of a file. Raises `ValueError` if it is larger, and reads no more than that."""
-    with path.open("rb") as file:
-        data = file.read(max_bytes + 1)
-    if len(data) > max_bytes:
-        raise ValueError(f"it is larger than {max_bytes} bytes")
-    return data
-
-
 def _unreachable(repository: str, error: Exception) -> HubUnreachable:
     return HubUnreachable(
-        f"{repository} is not a local folder, and the model hub cannot be reached: {_first_line(error)}"
+        f"{repository} is not a local folder, and the model hub cannot be reached: {first_line(error)}"
     )
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def _open(path: Path) -> safe_open:
