@@ -55,8 +55,8 @@ def test_texts_about_images_are_those_of_transformers(kind, tmp_path, monkeypatc
     with run_swarm(folder, SPANS, dtype="float32") as swarm, run_client(swarm, dtype="float32") as model:
         assert model.generate(**prompt, **SETTINGS).tolist() == text
         assert model.generate(**padded(kind), **SETTINGS).tolist() == batch
-        assert model.generate(**padded(kind), **SETTINGS, lanes=2).tolist() == batch
-        if kind != "llama4":  # whose images transformers does not repeat for beams
+        if kind != "llama4":  # it counts padding as text; and transformers does not repeat its images for beams
+            assert model.generate(**padded(kind), **SETTINGS, lanes=2).tolist() == batch
             beams = known(prompt, num_beams=3)
             assert model.generate(**prompt, **SETTINGS, num_beams=3).tolist() == beams
         early = EarlyExit(threshold=0.0, batch="all")

@@ -138,7 +138,9 @@ def make_wrapper(kind: str, tie_word_embeddings: bool = False, **changes: Any) -
     config = config_of(kind, tie_word_embeddings, **changes)
     kinds = (modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, modeling_auto.MODEL_FOR_MULTIMODAL_LM_MAPPING)
     model_class = next(one[type(config)] for one in kinds if type(config) in one)
-    model: PreTrainedModel = model_class(config).float().eval()
+    with torch.random.fork_rng():
+        torch.manual_seed(zoo.SEED)  # some weights of towers are not spread below
+        model: PreTrainedModel = model_class(config).float().eval()
     zoo.spread_weights(model, zoo.SEED, zoo.SPREAD)
     return model
 
