@@ -101,6 +101,10 @@ class ChatTemplateError(UsageError):
     """The model's chat template rejects the conversation."""
 
 
+class ImageRefused(ChatTemplateError):
+    """An image of a conversation cannot be read or used."""
+
+
 class KeyFileError(UsageError):
     """A gateway's key file cannot be used, or cannot be changed as requested."""
 

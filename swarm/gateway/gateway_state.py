@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Protocol, TypeVar
 
 from starlette.types import Receive
@@ -30,6 +31,9 @@ PREPARATION_THREADS = 4
 
 REQUEST_MEMORY_BYTES = 256 * 2**20
 """For all requests that are not admitted yet: without keys, thousands of connections could each send a large one."""
+
+IMAGE_REQUEST_BYTES = 16 * 2**20
+"""Of a request's body where a model takes images: a few of a phone, in base64."""
 
 REQUESTS_IN_MEMORY = 16
 """Largest plain requests for which there is memory at least. One takes five times its bytes, with its decoded form."""
@@ -59,6 +63,8 @@ class GatewayState:
         self, models: Sequence[ServedModel], settings: GatewaySettings, keys: KeyFile | None, registry: Registry
     ) -> None:
         self.models = {model.name: model for model in models}
+        if not all(model.no_images for model in models):
+            settings = replace(settings, max_request_bytes=max(settings.max_request_bytes, IMAGE_REQUEST_BYTES))
         self.settings = settings
         self.registry = registry
         self.admission = AdmissionControl(settings.max_concurrent_texts, settings.max_waiting, time.monotonic)

@@ -58,9 +58,10 @@ class PreparedRequest:
     writer: ResponseWriter
 
     @property
-    def prompt_tokens(self) -> int:
-        """Tokens of all different prompts; the answers to one share it."""
-        return sum({id(sequence.prompt): len(sequence.prompt) for sequence in self.sequences}.values())
+    def prompt_bytes(self) -> int:
+        """What all different prompts and their images take in memory; the answers to one share it."""
+        different = {id(sequence.prompt): sequence for sequence in self.sequences}.values()
+        return sum(len(one.prompt) * TOKEN_BYTES + (one.images.bytes if one.images else 0) for one in different)
 
     @property
     def reserved_tokens(self) -> int:
@@ -113,7 +114,7 @@ class GenerationEndpoints:
         with self._gateway.request_room(key) as room:
             parsed = parse(await self._read_body(request, room))
             prepared = await self._prepare(request, key, parsed, prepare)
-            room.hold(prepared.prompt_tokens * TOKEN_BYTES)
+            room.hold(prepared.prompt_bytes)
             group = SequenceGroup(
                 self._gateway.model(parsed.model), prepared.sequences, parsed.n or 1, started_at, self._gateway.metrics
             )

@@ -72,7 +72,7 @@ def tokenize_reply(request: TokenizeRequest | PromptRequest, served: ServedModel
         tokens = served.prompts.text(request.prompt, request.add_special_tokens)
     else:
         messages = [template_message(message) for message in request.messages]
-        tokens = conversation_prompt(served, messages, tool_options(request), template_options(request, served))
+        tokens, _ = conversation_prompt(served, messages, tool_options(request), template_options(request, served))
     texts = served.tokenizer.convert_ids_to_tokens(tokens) if request.return_token_strs else None
     return {"count": len(tokens), "max_model_len": served.context_length, "tokens": tokens, "token_strs": texts}
 

@@ -10,9 +10,10 @@ from swarm.generation.errors import InvalidGenerationRequest
 from swarm.generation.formats.response_format import AnswerForm
 from swarm.generation.formats.thinking import ConstraintBehindThoughts, ThinkingParser, ThinkingSyntax, TokenConstraint
 from swarm.generation.formats.tool_calls import ToolCallParser, ToolOptions
-from swarm.generation.sequence_request import ROOM_LEFT, SequenceRequest
+from swarm.generation.sequence_request import ROOM_LEFT, RequestImages, SequenceRequest
 from swarm.generation.served_model import ServedModel
 from swarm.models.tokenizers.chat_template import TemplateOptions, unusable_variable
+from swarm.models.tokenizers.picture_prompt import picture_urls
 
 DEFAULT_CHAT_TOKENS = 1024
 """New tokens of a chat answer if the request sets no limit."""
@@ -52,8 +53,13 @@ def chat_sequences(
     """
     tools = tools if tools is not None else ToolOptions()
     offered = _offered_tools(tools, served)
-    prompt = _truncated(conversation_prompt(served, messages, tools, template), asked, served)
-    asked = _for_prompt(asked, served, prompt, default_max_tokens, "messages")
+    prompt, images = conversation_prompt(served, messages, tools, template)
+    if images is not None and asked.prompt_tokens is not None:
+        raise InvalidGenerationRequest(
+            "a prompt with images cannot be cut; leave truncate_prompt_tokens out", parameter="truncate_prompt_tokens"
+        )
+    prompt = _truncated(prompt, asked, served)
+    asked = replace(_for_prompt(asked, served, prompt, default_max_tokens, "messages"), images=images)
     names = frozenset(function.name for function in tools.functions if tools.forced_function in (None, function.name))
     continued = str(messages[-1].get("content", "")) if template is not None and template.continue_final else None
     thoughts = _Thoughts.of(served, prompt, continued) if asked.separate_thoughts else None
@@ -72,10 +78,16 @@ def chat_sequences(
 
 def conversation_prompt(
     served: ServedModel, messages: Sequence[Mapping[str, Any]], tools: ToolOptions, template: TemplateOptions | None
-) -> list[int]:
-    """The tokens of a conversation. Args and errors are those of `chat_sequences`."""
+) -> tuple[list[int], RequestImages | None]:
+    """The tokens of a conversation, and its images if it has some. Args and errors are those of `chat_sequences`."""
     _require_usable(template, served)
-    return served.prompts.conversation(messages, _offered_tools(tools, served), template)
+    offered = _offered_tools(tools, served)
+    if next(picture_urls(messages), None) is None:
+        return served.prompts.conversation(messages, offered, template), None
+    if served.no_images:
+        raise InvalidGenerationRequest(served.no_images, parameter="messages", code="images_not_supported")
+    prompt, arrays = served.prompts.pictures(messages, offered, template)
+    return prompt, RequestImages(prompt, arrays)
 
 
 def completion_sequences(

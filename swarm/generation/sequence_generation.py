@@ -253,11 +253,12 @@ class SequenceGeneration:
         max_length = len(request.prompt) + request.limit
         session = self._served.model.inference_session(max_length=max_length, listener=self._on_session_event)
         try:
+            images = None if request.images is None else request.images.take(self._served.model)  # takes seconds
             with self._ticket:
                 if request.scores_prompt:
                     self._score_prompt(session)
                 if request.limit:
-                    self._generate_in(session)
+                    self._generate_in(session, images)
         except UsageError as error:
             if request.early_exit is None or type(error) not in (UsageError, ProcessorsWithState):
                 raise  # not about its options
@@ -284,7 +285,7 @@ class SequenceGeneration:
         if self._cancelled:
             raise CancelledError
 
-    def _generate_in(self, session: InferenceSession) -> None:
+    def _generate_in(self, session: InferenceSession, images: Any) -> None:
         """Run `generate`. Early exit is optional: where the route has no place for it, no token leaves.
 
         Nor does one where early exit is a default that the model's own settings rule out.
@@ -296,6 +297,7 @@ class SequenceGeneration:
             torch.tensor([list(request.prompt)]),
             attention_mask=torch.ones(1, len(request.prompt), dtype=torch.long),
             session=session,
+            prompt_images=images,
             max_new_tokens=request.limit,
             do_sample=False,  # the sampler leaves one token to choose from
             num_beams=1,

@@ -2,16 +2,42 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
+
+import torch
 
 from swarm.client.early_exit.options import EarlyExit
+from swarm.errors import CheckpointError, UnsupportedModel
+from swarm.generation.errors import InvalidGenerationRequest
 from swarm.generation.formats.response_format import AnswerForm
 from swarm.generation.formats.thinking import ThinkingParser, TokenConstraint
 from swarm.generation.formats.tool_calls import ToolCallParser
 
 ROOM_LEFT = -1
 """As `max_tokens`: as many as the context has room for."""
+
+
+class RequestImages:
+    """A prompt's images, as the model's processor returns them. The tower sees them once, for all answers."""
+
+    def __init__(self, prompt: Sequence[int], tensors: Mapping[str, torch.Tensor]) -> None:
+        self.bytes = sum(one.nbytes for one in tensors.values())
+        self._prompt, self._tensors = prompt, tensors
+        self._lock, self._features = threading.Lock(), None
+
+    def take(self, model: Any) -> Any:
+        """What `generate` takes as `prompt_images`. Raises `InvalidGenerationRequest` if the tower cannot make it."""
+        with self._lock:
+            if self._features is None:
+                torch.set_num_threads(torch.get_num_threads())  # a new thread would use all cores
+                try:
+                    self._features = model.prompt_images(torch.tensor([list(self._prompt)]), **self._tensors)
+                except (CheckpointError, UnsupportedModel, ValueError) as error:
+                    raise InvalidGenerationRequest(str(error), parameter="messages", code="invalid_image") from error
+            return self._features
 
 
 @dataclass(frozen=True)
@@ -41,6 +67,7 @@ class SequenceRequest:
         is_exit_asked: whether the request asks for that itself, rather than having it by default.
         provisional: whether the text of tokens that left is shown before they are verified.
         prompt: token ids.
+        images: those among the tokens.
         limit: how many tokens may be generated behind this prompt; may be 0.
         constraint: restricts the tokens to the form and to tool calls; None for any.
         tools: parses tool calls in the text; None if there are no tools.
@@ -68,6 +95,7 @@ class SequenceRequest:
     is_exit_asked: bool = False
     provisional: bool = False
     prompt: Sequence[int] = ()
+    images: RequestImages | None = None
     limit: int = 0
     constraint: TokenConstraint | None = None
     tools: ToolCallParser | None = None

@@ -7,16 +7,21 @@ import time
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import cached_property
+from importlib.util import find_spec
 from typing import Any
 
 from swarm.client.model.auto_model import AutoDistributedModelForCausalLM
 from swarm.client.threads.compute_lock import ComputeLock
 from swarm.common.warn_once import WarnOnce
+from swarm.errors import UnsupportedModel
 from swarm.generation.formats.response_format import GrammarCompiler
 from swarm.generation.formats.thinking import ThinkingSyntax, thinking_syntax
 from swarm.generation.formats.tool_calls import ToolSyntax, tool_syntax
+from swarm.models.checkpoints.checkpoint import Checkpoint
+from swarm.models.cutting.families import check_images
 from swarm.models.tokenizers.chat_template import template_text
 from swarm.models.tokenizers.end_token import add_end_token
+from swarm.models.tokenizers.picture_prompt import NO_PACKAGE
 from swarm.models.tokenizers.prompt_process import PromptProcess
 from swarm.models.tokenizers.tokenizer import load_tokenizer
 
@@ -34,6 +39,7 @@ class ServedModel:
         name: what clients call it.
         model: the distributed model.
         prompts: makes tokens of conversations and texts.
+        no_images: why it takes no images here; empty if it does.
         compute_lock: lets one sequence at a time compute its local part.
         created: Unix time.
     """
@@ -42,6 +48,7 @@ class ServedModel:
     model: Any
     tokenizer: Any
     prompts: PromptProcess
+    no_images: str = "this model takes no images; leave them out"
     compute_lock: ComputeLock = field(default_factory=ComputeLock)
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -72,7 +79,7 @@ class ServedModel:
             tokenizer = load_tokenizer(checkpoint.source, checkpoint.revision, cache_dir)
             add_end_token(model, tokenizer.eos_token_id)  # which may be its class's, and in no file
             on_failure.pop_all()
-        return cls(checkpoint.name, model, tokenizer, prompts)
+        return cls(checkpoint.name, model, tokenizer, prompts, _why_no_images(checkpoint))
 
     def close(self) -> None:
         """Leave the swarm, and end the process that makes prompts."""
@@ -127,3 +134,11 @@ class ServedModel:
         held = {block for server in self.model.swarm.servers() for block in range(server.span.start, server.span.end)}
         needed = range(self.model.swarm.span.start, self.model.swarm.span.end)
         return tuple(block for block in needed if block not in held)
+
+
+def _why_no_images(checkpoint: Checkpoint) -> str:
+    try:
+        check_images(checkpoint.whole_config())
+    except UnsupportedModel as error:
+        return str(error)
+    return "" if find_spec("PIL") is not None else NO_PACKAGE.format("pillow")

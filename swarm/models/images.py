@@ -81,7 +81,8 @@ class ImageTower:
     def __init__(self, checkpoint: Checkpoint, model: Any, dtype: torch.dtype) -> None:
         self._checkpoint, self._model, self._dtype = checkpoint, model, dtype
         self._wrapper: Any = None
-        self._loading = threading.Lock()
+        self._lock = threading.Lock()
+        """Held while it is loaded, and while it computes: its activations may take gigabytes."""
 
     def take(self, tokens: Any, arguments: dict[str, Any]) -> PromptImages:
         """Take the images out of the arguments of `generate`.
@@ -91,17 +92,16 @@ class ImageTower:
             CheckpointError: its tower is not among the files, or does not fit its config.
             ValueError: the wrapper finds that the images do not fit the tokens.
         """
-        with self._loading:
-            if self._wrapper is None:
-                self._wrapper = self._load()
         if not isinstance(tokens, torch.Tensor) or tokens.ndim != 2:
             raise UsageError("images go with the ids of the prompt's tokens: pass input_ids [sequences, tokens]")
-        taken, texts = (signature(type(one).forward).parameters.keys() for one in (self._wrapper, self._model))
-        names = {name for name in taken - texts if isinstance(arguments.get(name), (torch.Tensor, list))}
-        images = {name: arguments.pop(name) for name in names}
         embed = self._model.get_input_embeddings()
-        self._wrapper.to(embed.weight.device)
-        with torch.no_grad():
+        with self._lock, torch.no_grad():
+            if self._wrapper is None:
+                self._wrapper = self._load()
+            taken, texts = (signature(type(one).forward).parameters.keys() for one in (self._wrapper, self._model))
+            names = {name for name in taken - texts if isinstance(arguments.get(name), (torch.Tensor, list))}
+            images = {name: arguments.pop(name) for name in names}
+            self._wrapper.to(embed.weight.device)
             hidden, plain = self._merge(tokens, images), embed(tokens)
         return PromptImages(tokens, _marks(tokens, hidden, (hidden != plain).any(-1)), hidden)
 

@@ -240,6 +240,10 @@ class DistributedGenerationMixin(ExitsMixin, DistributedModelMixin):
             kwargs["past_key_values"] = session.cache
         return self._generate({"inputs": inputs, **kwargs}, None, *args, early_exit=early_exit)
 
+    def prompt_images(self, input_ids: torch.Tensor, **images: Any) -> PromptImages:
+        """What `generate` makes of `pixel_values` and the like, and takes as `prompt_images` for the same tokens."""
+        return self._tower.take(input_ids, images)
+
     def _generate(
         self, arguments: dict[str, Any], ticket: ComputeTicket | None, *args: Any, early_exit: EarlyExit | None
     ) -> Any:

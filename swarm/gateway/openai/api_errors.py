@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 from swarm.errors import (
     CacheFull,
     ChatTemplateError,
+    ImageRefused,
     MissingBlocks,
     NotEnoughMemory,
     RemoteError,
@@ -150,6 +151,7 @@ _API_ERRORS: Mapping[type[SwarmError], Callable[[Any], ApiError]] = {
     # The first entry that fits counts: subclasses come before their base class.
     ApiError: lambda error: error,
     InvalidGenerationRequest: lambda error: BadRequest(str(error), param=error.parameter, code=error.code),
+    ImageRefused: lambda error: BadRequest(str(error), param="messages", code="invalid_image"),
     ChatTemplateError: lambda error: BadRequest(str(error), param="messages", code="template_refused"),
     TooLong: lambda error: BadRequest(str(error), param="max_tokens", code="context_length_exceeded"),
     MissingBlocks: _unavailable("blocks_missing"),

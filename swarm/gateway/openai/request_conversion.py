@@ -126,7 +126,7 @@ def template_message(message: ChatMessage) -> dict[str, Any]:
     Raises:
         BadRequest: the content is not text.
     """
-    content = message.text()
+    content = message.template_content()
     role = {"developer": "system", "function": "tool"}.get(message.role, message.role)
     converted: dict[str, Any] = {"role": role, "content": content if content is not None else ""}
     calls = message.tool_calls or ([MessageToolCall(message.function_call)] if message.function_call else [])

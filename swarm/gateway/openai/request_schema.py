@@ -42,17 +42,29 @@ class MessageToolCall(Struct, forbid_unknown_fields=True):
     provider_specific_fields: Any = None
 
 
+class ImageUrl(Struct, forbid_unknown_fields=True):
+    """An image. In which detail the model sees it is for its processor to say."""
+
+    url: str
+    detail: Literal["auto", "high"] | None = None
+
+
 class ContentPart(Struct, forbid_unknown_fields=True):
     """A part of a message's content."""
 
     type: str
     text: str = ""
     refusal: str = ""
+    image_url: ImageUrl | None = None
     cache_control: Any = None
     # Of parts of other types, which are refused.
-    image_url: Any = None
     input_audio: Any = None
     file: Any = None
+
+    def for_template(self) -> dict[str, str]:
+        if self.type == "image_url":
+            return {"type": "image", "url": self.image_url.url if self.image_url is not None else ""}
+        return {"type": "text", "text": self.text or self.refusal}
 
 
 class ChatMessage(Struct, forbid_unknown_fields=True):
@@ -77,20 +89,23 @@ class ChatMessage(Struct, forbid_unknown_fields=True):
     reasoning_details: Any = None
     thinking_blocks: Any = None
 
-    def text(self) -> str | None:
-        """The message's text; None if it has no content.
+    def template_content(self) -> str | list[dict[str, str]] | None:
+        """The message's text, or its parts if it has images; None if it has no content.
 
         Raises:
-            BadRequest: the content is not text.
+            BadRequest: the content is something else.
         """
         if isinstance(self.content, list):
-            other = next((part.type for part in self.content if part.type not in ("text", "refusal")), None)
+            taken = ("text", "refusal", "image_url")
+            other = next((part.type for part in self.content if part.type not in taken), None)
             if other is not None:
                 raise BadRequest(
-                    f"this gateway serves text models; content of type {other!r} is not supported",
+                    f"content of type {other!r} is not supported; send text and image_url",
                     param="messages",
                     code="unsupported_content",
                 )
+            if any(part.type == "image_url" for part in self.content):
+                return [part.for_template() for part in self.content]
             return "".join(part.text or part.refusal for part in self.content)
         return self.content if self.content is not None else self.refusal
 

@@ -66,6 +66,7 @@ def model_object(served: ServedModel) -> dict[str, Any]:
         "object": "model",
         "created": served.created,
         "owned_by": "swarm",
+        "architecture": {"input_modalities": ["text"] if served.no_images else ["text", "image"]},
         "swarm": {
             "chat_template": served.chat_template is not None,
             "tools": served.tool_syntax is not None,

@@ -166,11 +166,11 @@ def check_images(config: PreTrainedConfig) -> None:
     """Raise `UnsupportedModel`, with the reason, unless the model that is published with this config takes images."""
     family = config.model_type
     if family not in WRAPPERS:
-        raise UnsupportedModel(f"a model of the family {family!r} takes no images; leave pixel_values out")
+        raise UnsupportedModel(f"a model of the family {family!r} takes no images; leave them out")
     if family not in IMAGES:
         why = WHY_NO_IMAGES.get(family, "whether they are computed as its own class does it is not known")
         raise UnsupportedModel(
-            f"texts of {family!r} are served, images are not: {why}. Leave pixel_values out, or use a model whose "
+            f"texts of {family!r} are served, images are not: {why}. Leave them out, or use a model whose "
             "images are served, such as mistral3, llama4, kimi_k25 or internvl"
         )
 

@@ -96,9 +96,41 @@ def conversation_tokens(
     if template_text(tokenizer) is None:
         text = "\n\n".join(str(message["content"]) for message in messages if message.get("content"))
         return text_tokens(tokenizer, text)
+    # The text that a template returns already contains the special tokens.
+    return text_tokens(tokenizer, conversation_text(tokenizer, messages, tools, options), add_special=False)
+
+
+def conversation_text(
+    tokenizer: Any, messages: Sequence[ChatMessage], tools: Sequence[Any] | None, options: TemplateOptions
+) -> str:
+    """What the chat template of a tokenizer or a processor writes. Raises `ChatTemplateError` if it rejects that.
+
+    Templates for images may want every text as a list of parts, and write nothing of one that is not.
+    """
+    said = [one["content"].strip() for one in messages if one["role"] == "user" and isinstance(one["content"], str)]
+    parts = [
+        {**one, "content": [{"type": "text", "text": one["content"]}]} if isinstance(one["content"], str) else one
+        for one in messages
+    ]
+    first: str | ChatTemplateError = ""
+    for form in (messages, parts):
+        try:
+            text = _written(tokenizer, form, tools, options)
+            if all(one in text for one in said) and "{'type': 'text'" not in text:  # nor the list as Python shows it
+                return text
+            first = first or text
+        except ChatTemplateError as error:
+            first = first or error
+    if isinstance(first, str):
+        return first
+    raise first
+
+
+def _written(
+    tokenizer: Any, messages: Sequence[ChatMessage], tools: Sequence[Any] | None, options: TemplateOptions
+) -> str:
     try:
-        # Not tokenized here: the text that a template returns already contains the special tokens.
-        text = tokenizer.apply_chat_template(
+        text: str = tokenizer.apply_chat_template(
             list(messages),
             tools=tools,
             tokenize=False,
@@ -111,7 +143,7 @@ def conversation_tokens(
         raise ChatTemplateError(f"the model's chat template does not accept this conversation: {why}") from error
     if len(text) > MAX_PROMPT_CHARACTERS:
         raise ChatTemplateError(f"the model's chat template made a text of {len(text)} characters of this conversation")
-    return text_tokens(tokenizer, text, add_special=False)
+    return text
 
 
 def text_tokens(tokenizer: Any, text: str, add_special: bool = True) -> list[int]:

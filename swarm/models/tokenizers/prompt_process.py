@@ -2,7 +2,8 @@
 
 Chat templates and tokenizers are part of a checkpoint, which may be a stranger's: a template is a program, and the
 regular expressions of a tokenizer may take forever on some texts. One process loads a tokenizer and makes one prompt
-after the other. It answers in JSON, so that nothing that it sends can run code here.
+after the other. It answers in JSON, so that nothing that it sends can run code here. Pictures need torch, which texts
+need not wait for: with the first one, another process starts. Behind its answers come the processor's arrays.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from swarm.common.processes import module_command
-from swarm.errors import ChatTemplateError, CheckpointError
+from swarm.errors import ChatTemplateError, CheckpointError, ImageRefused
 from swarm.models.tokenizers.chat_template import (
     ChatMessage,
     TemplateOptions,
@@ -30,6 +31,7 @@ from swarm.models.tokenizers.chat_template import (
     template_text,
     text_tokens,
 )
+from swarm.models.tokenizers.picture_prompt import MAX_ARRAY_BYTES, load_processor, picture_tokens
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +51,9 @@ PROMPT_MEMORY_BYTES = 1 << 30
 
 MAX_ANSWER_BYTES = 1 << 26
 
+FOR_PICTURES = 4
+"""How many times as much time and memory a prompt with pictures may take."""
+
 
 class PromptProcess:
     """Makes prompts in another process, which begins to load the tokenizer at once. May be used in several threads.
@@ -57,11 +62,16 @@ class PromptProcess:
         source: local folder or hub id.
         revision: commit of a hub model; ignored for a folder.
         cache_dir: folder for files of the hub.
+        images: whether it is the process for conversations with pictures.
     """
 
-    def __init__(self, source: str, revision: str | None = None, cache_dir: str | Path | None = None) -> None:
+    def __init__(
+        self, source: str, revision: str | None = None, cache_dir: str | Path | None = None, images: bool = False
+    ) -> None:
         self._source = source
         self._arguments = (source, revision or "", str(cache_dir or ""))
+        self._factor = FOR_PICTURES if images else 1
+        self._for_pictures: PromptProcess | None = None
         self._lock = threading.Lock()
         """Held while the process is started, loads, or makes a prompt."""
         self._closed = False
@@ -75,7 +85,7 @@ class PromptProcess:
             try:
                 # Not a `multiprocessing.Process`, which would import what the working directory holds.
                 process = subprocess.Popen(
-                    module_command(__name__, str(descriptor), *self._arguments),
+                    module_command(__name__, str(descriptor), str(self._factor), *self._arguments),
                     pass_fds=(descriptor,),
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
@@ -133,11 +143,27 @@ class PromptProcess:
     ) -> list[int]:
         """See `chat_template.conversation_tokens`. Raises `ChatTemplateError` also where the limits are exceeded."""
         asked = vars(options) if options is not None else {}
-        return self._ask({"messages": list(messages), "tools": tools, "options": asked})
+        return self._ask({"messages": list(messages), "tools": tools, "options": asked})[0]
+
+    def pictures(
+        self, messages: Sequence[ChatMessage], tools: Sequence[Any] | None, options: TemplateOptions | None
+    ) -> tuple[list[int], dict[str, Any]]:
+        """The tokens of a conversation with pictures, and the processor's tensors for these.
+
+        Raises `ImageRefused` if it cannot be used or no picture can, else as `conversation`.
+        """
+        asked = vars(options or TemplateOptions())
+        try:
+            with self._lock:
+                self._require_loaded()
+                self._for_pictures = self._for_pictures or PromptProcess(*self._arguments, images=True)
+            return self._for_pictures._ask({"messages": list(messages), "tools": tools, "options": asked})
+        except CheckpointError as error:
+            raise ImageRefused(str(error)) from error
 
     def text(self, text: str, add_special: bool = True) -> list[int]:
         """See `chat_template.text_tokens`. Raises `ChatTemplateError` also where the limits are exceeded."""
-        return self._ask({"text": text, "special": add_special})
+        return self._ask({"text": text, "special": add_special})[0]
 
     def close(self) -> None:
         """End the process. A prompt that is being made is refused."""
@@ -145,25 +171,27 @@ class PromptProcess:
         self._process.kill()  # before the lock is taken: its holder may be waiting for the process
         with self._lock:
             self._end()
+            if self._for_pictures is not None:
+                self._for_pictures.close()
 
     def _end(self) -> None:
         self._connection.close()
         self._process.kill()
         self._process.wait()
 
-    def _ask(self, request: Mapping[str, Any]) -> list[int]:
+    def _ask(self, request: Mapping[str, Any]) -> tuple[list[int], dict[str, Any]]:
         try:
             sent = json.dumps(request).encode()
             answer = self._exchange(sent)
         except (OSError, EOFError, ValueError, RecursionError):  # the last, where tools are nested too deep
             raise ChatTemplateError(
                 f"the chat template or the tokenizer of {self._source} cannot make a prompt of this: it needs more "
-                f"than {PROMPT_CPU_S:.0f} s or {PROMPT_MEMORY_BYTES >> 20} MiB, or breaks down; send less text"
+                f"than {PROMPT_CPU_S * self._factor:.0f} s or {PROMPT_MEMORY_BYTES * self._factor >> 20} MiB, or "
+                "breaks down; send less"
             ) from None
         if "refused" in answer:
-            raise ChatTemplateError(answer["refused"])
-        tokens: list[int] = answer["tokens"]
-        return tokens
+            raise (ImageRefused if answer["image"] else ChatTemplateError)(answer["refused"])
+        return answer["tokens"], answer.get("arrays", {})
 
     def _exchange(self, sent: bytes) -> dict[str, Any]:
         """The answer to a request. If none is received, another process is started for the next one.
@@ -174,7 +202,12 @@ class PromptProcess:
             self._require_loaded()
             try:
                 self._connection.send_bytes(sent)
-                return self._receive(PROMPT_TIMEOUT_S)
+                answer = self._receive(PROMPT_TIMEOUT_S * self._factor)
+                if "arrays" in answer:
+                    from safetensors.torch import load
+
+                    answer["arrays"] = load(self._connection.recv_bytes(MAX_ARRAY_BYTES))
+                return answer
             except BaseException:  # Ctrl-C too: a late answer would be taken for that of the next request
                 self._end()
                 if not self._closed:
@@ -189,30 +222,35 @@ class PromptProcess:
         return received
 
 
-def _serve(connection: Connection, source: str, revision: str | None, cache_dir: str | None) -> None:
+def _serve(connection: Connection, factor: int, source: str, revision: str, cache_dir: str) -> None:
     """The other process: load, report, and make prompts until the other end of the connection is closed."""
-    sys.modules["torch"] = None  # type: ignore[assignment]  # not needed; it would be most of the time and memory
-    problem, tokenizer = "", None
+    if factor == FOR_PICTURES:
+        import torch  # noqa: F401  # before the limits: with a GPU's libraries it is larger than these
+    else:
+        sys.modules["torch"] = None  # type: ignore[assignment]  # it would be most of the time and memory
+    problem, loaded = "", None
     _limit(LOADING_CPU_S, LOADING_MEMORY_BYTES)
     try:
-        tokenizer = _load(source, revision or "", str(cache_dir or ""))
+        loaded = (load_processor if factor == FOR_PICTURES else _load)(source, revision, cache_dir)
     except CheckpointError as error:
         problem = str(error)
     signal.setitimer(signal.ITIMER_PROF, 0)
     with suppress(EOFError, OSError):
         connection.send_bytes(json.dumps({"error": problem}).encode())
-        while tokenizer is not None:
+        while loaded is not None:
             request = json.loads(connection.recv_bytes())
-            _limit(PROMPT_CPU_S, PROMPT_MEMORY_BYTES)
-            connection.send_bytes(json.dumps(_answer(tokenizer, request)).encode())
+            _limit(PROMPT_CPU_S * factor, PROMPT_MEMORY_BYTES * factor)
+            answer, *arrays = _answer(loaded, request, factor)
+            for part in (json.dumps(answer).encode(), *arrays):
+                connection.send_bytes(part)
             signal.setitimer(signal.ITIMER_PROF, 0)
 
 
-def _load(source: str, revision: str | None, cache_dir: str | None) -> Any:
+def _load(source: str, revision: str, cache_dir: str) -> Any:
     """The tokenizer, with its chat template compiled and tried, so that the first request need not wait for that."""
     from swarm.models.tokenizers.tokenizer import load_tokenizer
 
-    tokenizer = load_tokenizer(source, revision or "", str(cache_dir or ""))
+    tokenizer = load_tokenizer(source, revision, cache_dir)
     if template_text(tokenizer) is not None:
         with suppress(ChatTemplateError):  # it may want something else than a single message
             conversation_tokens(tokenizer, [{"role": "user", "content": "Hello"}])
@@ -228,21 +266,25 @@ def _limit(cpu_s: float, more_bytes: int) -> None:
     signal.setitimer(signal.ITIMER_PROF, cpu_s)  # which kills the process, whatever it is doing
 
 
-def _answer(tokenizer: Any, request: dict[str, Any]) -> dict[str, Any]:
+def _answer(loaded: Any, request: dict[str, Any], factor: int) -> tuple[Any, ...]:
+    """The answer of the tokenizer or the processor, and the arrays behind it."""
     try:
         if "text" in request:
-            return {"tokens": text_tokens(tokenizer, request["text"], request["special"])}
-        options = TemplateOptions(**request["options"])
-        return {"tokens": conversation_tokens(tokenizer, request["messages"], request["tools"], options)}
+            return ({"tokens": text_tokens(loaded, request["text"], request["special"])},)
+        asked = (loaded, request["messages"], request["tools"], TemplateOptions(**request["options"]))
+        if factor == FOR_PICTURES:
+            tokens, arrays = picture_tokens(*asked)
+            return {"tokens": tokens, "arrays": len(arrays)}, arrays
+        return ({"tokens": conversation_tokens(*asked)},)
     except ChatTemplateError as error:
-        return {"refused": str(error)}
+        return ({"refused": str(error), "image": isinstance(error, ImageRefused)},)
 
 
 def main() -> None:
-    """`python -m swarm.models.tokenizers.prompt_process DESCRIPTOR SOURCE REVISION CACHE_DIR`."""
-    descriptor, source, revision, cache_dir = sys.argv[1:]
+    """`python -m swarm.models.tokenizers.prompt_process DESCRIPTOR FACTOR SOURCE REVISION CACHE_DIR`."""
+    descriptor, factor, *arguments = sys.argv[1:]
     with Connection(int(descriptor)) as connection:
-        _serve(connection, source, revision or None, cache_dir or None)
+        _serve(connection, int(factor), *arguments)
 
 
 if __name__ == "__main__":

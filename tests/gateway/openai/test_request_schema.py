@@ -126,7 +126,7 @@ def test_messages_that_clients_send_back():
     part = {"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}}
     no = {"type": "refusal", "refusal": "no"}
     (read,) = parse_chat_request(chat(messages=[{"role": "assistant", "content": [part, no]}])).messages
-    assert read.text() == "ano"
+    assert read.template_content() == "ano"
 
 
 def test_unknown_fields_inside_others_are_refused():
@@ -155,13 +155,18 @@ def test_half_of_a_surrogate_pair_is_no_text():
             refused(parse_completion_request, body.replace(b"hello", half))
 
 
-def test_text_parts_are_joined_and_images_rejected():
+def test_text_parts_are_joined_if_no_image_is_among_them():
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-    assert parse_chat_request(chat(messages=[{"role": "user", "content": parts}])).messages[0].text() == "ab"
-    picture = [{"type": "image_url", "image_url": {"url": "data:,"}}]
-    message = parse_chat_request(chat(messages=[{"role": "user", "content": picture}])).messages[0]
-    with pytest.raises(BadRequest, match="'image_url' is not supported"):
-        message.text()
+    assert (
+        parse_chat_request(chat(messages=[{"role": "user", "content": parts}])).messages[0].template_content() == "ab"
+    )
+    parts[1] = {"type": "image_url", "image_url": {"url": "data:,"}}
+    message = parse_chat_request(chat(messages=[{"role": "user", "content": parts}])).messages[0]
+    assert message.template_content() == [{"type": "text", "text": "a"}, {"type": "image", "url": "data:,"}]
+    parts[1] = {"type": "input_audio", "input_audio": {}}
+    message = parse_chat_request(chat(messages=[{"role": "user", "content": parts}])).messages[0]
+    with pytest.raises(BadRequest, match="'input_audio' is not supported; send text and image_url"):
+        message.template_content()
 
 
 def test_prompts():
