@@ -102,7 +102,7 @@ class ChatTemplateError(UsageError):
 
 
 class ImageRefused(ChatTemplateError):
-    """An image of a conversation cannot be read or used."""
+    """An image cannot be read, or does not fit the prompt."""
 
 
 class KeyFileError(UsageError):

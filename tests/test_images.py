@@ -32,6 +32,10 @@ def one_row(kind: str, seed: int = 3, tail: tuple[int, ...] = (10,)) -> dict[str
     return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), **wrappers.pictures(kind, 1, 2, seed)}
 
 
+def text_only(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: inputs[name] for name in ("input_ids", "attention_mask")}
+
+
 def padded(kind: str) -> dict[str, torch.Tensor]:
     """Two texts of different lengths with an image each."""
     picture = wrappers.picture_tokens(kind)
@@ -76,6 +80,9 @@ def test_texts_about_images_are_those_of_transformers(kind, tmp_path, monkeypatc
             before = Before(session, {5: lambda session: holder(swarm, session, 2).kill()})
             criteria = StoppingCriteriaList([before])
             assert model.generate(**others, **SETTINGS, stopping_criteria=criteria).tolist() == known(others)
+        with run_client(swarm, dtype="bfloat16") as half:  # and pixels in float32, as processors make them
+            seen = half.prompt_images(**{name: one for name, one in prompt.items() if name != "attention_mask"})
+            assert half.generate(**text_only(prompt), **SETTINGS, prompt_images=seen).shape[1] == len(text[0])
 
 
 @pytest.mark.parametrize(

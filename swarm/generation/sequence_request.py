@@ -10,8 +10,6 @@ from typing import Any
 import torch
 
 from swarm.client.early_exit.options import EarlyExit
-from swarm.errors import CheckpointError, UnsupportedModel
-from swarm.generation.errors import InvalidGenerationRequest
 from swarm.generation.formats.response_format import AnswerForm
 from swarm.generation.formats.thinking import ThinkingParser, TokenConstraint
 from swarm.generation.formats.tool_calls import ToolCallParser
@@ -29,14 +27,11 @@ class RequestImages:
         self._lock, self._features = threading.Lock(), None
 
     def take(self, model: Any) -> Any:
-        """What `generate` takes as `prompt_images`. Raises `InvalidGenerationRequest` if the tower cannot make it."""
+        """What `generate` takes as `prompt_images`. Raises `ImageRefused` if the images do not fit the prompt."""
         with self._lock:
             if self._features is None:
                 torch.set_num_threads(torch.get_num_threads())  # a new thread would use all cores
-                try:
-                    self._features = model.prompt_images(torch.tensor([list(self._prompt)]), **self._tensors)
-                except (CheckpointError, UnsupportedModel, ValueError) as error:
-                    raise InvalidGenerationRequest(str(error), parameter="messages", code="invalid_image") from error
+                self._features = model.prompt_images(torch.tensor([list(self._prompt)]), **self._tensors)
             return self._features
 
 

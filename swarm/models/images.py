@@ -19,7 +19,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
-from swarm.errors import CheckpointError, SwarmError, UsageError
+from swarm.errors import CheckpointError, ImageRefused, SwarmError, UsageError
 from swarm.models.checkpoints.checkpoint import Checkpoint
 from swarm.models.checkpoints.partial_loading import load_partial_model
 from swarm.models.cutting import families
@@ -90,7 +90,7 @@ class ImageTower:
         Raises:
             UnsupportedModel: the model takes none.
             CheckpointError: its tower is not among the files, or does not fit its config.
-            ValueError: the wrapper finds that the images do not fit the tokens.
+            ImageRefused: the wrapper finds that the images do not fit the tokens.
         """
         if not isinstance(tokens, torch.Tensor) or tokens.ndim != 2:
             raise UsageError("images go with the ids of the prompt's tokens: pass input_ids [sequences, tokens]")
@@ -101,6 +101,9 @@ class ImageTower:
             taken, texts = (signature(type(one).forward).parameters.keys() for one in (self._wrapper, self._model))
             names = {name for name in taken - texts if isinstance(arguments.get(name), (torch.Tensor, list))}
             images = {name: arguments.pop(name) for name in names}
+            for name, one in images.items():  # as a processor's own `to` does: it makes float32, whatever the model is
+                if isinstance(one, torch.Tensor):
+                    images[name] = one.to(embed.weight.device, self._dtype if one.is_floating_point() else None)
             self._wrapper.to(embed.weight.device)
             hidden, plain = self._merge(tokens, images), embed(tokens)
         return PromptImages(tokens, _marks(tokens, hidden, (hidden != plain).any(-1)), hidden)
@@ -111,6 +114,8 @@ class ImageTower:
         except _Merged as merged:
             hidden: torch.Tensor = merged.args[0]
             return hidden
+        except ValueError as error:
+            raise ImageRefused(f"the images do not fit the tokens of the prompt: {error}") from error
         raise SwarmError("the wrapper has computed a prompt without its language model")
 
     def _load(self) -> Any:

@@ -61,11 +61,6 @@ class ContentPart(Struct, forbid_unknown_fields=True):
     input_audio: Any = None
     file: Any = None
 
-    def for_template(self) -> dict[str, str]:
-        if self.type == "image_url":
-            return {"type": "image", "url": self.image_url.url if self.image_url is not None else ""}
-        return {"type": "text", "text": self.text or self.refusal}
-
 
 class ChatMessage(Struct, forbid_unknown_fields=True):
     """A message of the conversation so far."""
@@ -96,16 +91,21 @@ class ChatMessage(Struct, forbid_unknown_fields=True):
             BadRequest: the content is something else.
         """
         if isinstance(self.content, list):
-            taken = ("text", "refusal", "image_url")
-            other = next((part.type for part in self.content if part.type not in taken), None)
+            kinds = ((part.type, "text" if part.image_url is None else "image_url") for part in self.content)
+            other = next((kind for kind, held in kinds if kind not in (held, "refusal")), None)
             if other is not None:
                 raise BadRequest(
                     f"content of type {other!r} is not supported; send text and image_url",
                     param="messages",
                     code="unsupported_content",
                 )
-            if any(part.type == "image_url" for part in self.content):
-                return [part.for_template() for part in self.content]
+            if any(part.image_url for part in self.content):
+                return [
+                    {"type": "image", "url": part.image_url.url}
+                    if part.image_url
+                    else {"type": "text", "text": part.text or part.refusal}
+                    for part in self.content
+                ]
             return "".join(part.text or part.refusal for part in self.content)
         return self.content if self.content is not None else self.refusal
 

@@ -72,7 +72,7 @@ def picture_tokens(
 
 
 def _decoded(urls: Iterator[str]) -> list[Any]:
-    from PIL import Image, ImageOps
+    from PIL import Image, ImageOps, UnidentifiedImageError
 
     Image.MAX_IMAGE_PIXELS = None  # pixels are counted here
     pictures, room = [], MAX_PIXELS
@@ -90,5 +90,8 @@ def _decoded(urls: Iterator[str]) -> list[Any]:
                 )
             pictures.append(ImageOps.exif_transpose(opened).convert("RGB"))
         except Exception as error:  # foreign input; each decoder raises its own errors
-            raise ImageRefused(f"image {number} cannot be used: {str(error) or type(error).__name__}") from error
+            why = str(error) or type(error).__name__
+            if isinstance(error, UnidentifiedImageError):
+                why = "it is no PNG, JPEG, WebP or GIF, or broken"
+            raise ImageRefused(f"image {number} cannot be used: {why}") from error
     return pictures
