@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import json
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image, ImageChops
 from playwright.sync_api import Page, Route, expect
 
 from tests.browser import HOST, Answers, failure, open_page, picture, serve_files, stream
@@ -317,3 +320,57 @@ def test_an_unreachable_gateway_is_reported_at_the_top(browser):
         page.get_by_role("button", name="Try again").click()
         expect(page.locator("#model")).to_have_value("scripted")
         expect(page.locator("#banner")).to_be_hidden()
+
+
+PASTE = """
+async () => {
+  const canvas = Object.assign(document.createElement("canvas"), { width: 30, height: 20 });
+  const blob = await new Promise((done) => canvas.toBlob(done));
+  const clipboardData = new DataTransfer();
+  clipboardData.items.add(new File([blob], "pasted.png", { type: "image/png" }));
+  document.getElementById("prompt").dispatchEvent(new ClipboardEvent("paste", { clipboardData, cancelable: true }));
+}
+"""
+
+
+def test_pictures_are_made_smaller_shown_and_sent_where_the_model_takes_them(browser, tmp_path):
+    swarm = {"chat_template": True}
+    sees = {"id": "sees", "architecture": {"input_modalities": ["text", "image"]}, "swarm": swarm}
+    wide = Image.radial_gradient("L").resize((3000, 1500)).convert("RGB")
+    wide.save(tmp_path / "wide.png")
+    (tmp_path / "none.png").write_text("no picture")
+    with open_page(browser) as page:
+        serve_files(page.context, [sees, {"id": "reads", "swarm": swarm}])
+        page.goto(f"{HOST}/")
+        answered = Answers(page, stream("A light."))
+        attach, tray = page.locator("#attach"), page.locator("#pictures .picture")
+        page.locator("#model").select_option("reads")
+        expect(attach).to_be_hidden()
+        page.locator("#model").select_option("sees")
+        with page.expect_file_chooser() as chooser:
+            attach.click()
+        chooser.value.set_files([tmp_path / "none.png", tmp_path / "wide.png"])
+        expect(tray).to_have_count(1)
+        page.evaluate(PASTE)
+        expect(tray).to_have_count(2)
+        page.get_by_label("Remove the picture").last.click()
+        expect(tray).to_have_count(1)
+        picture(page, "chat-picture-tray")
+        page.locator("#prompt").fill("What is this?")
+        page.keyboard.press("Enter")
+        expect(answers(page)).to_have_text("A light.")
+        expect(tray).to_have_count(0)
+        (shown, asked) = answered.bodies[0]["messages"][0]["content"]
+        assert asked == {"type": "text", "text": "What is this?"}
+        kind, _, body = shown["image_url"]["url"].partition(",")
+        sent = Image.open(io.BytesIO(base64.b64decode(body)))
+        assert (kind, sent.format, sent.size) == ("data:image/jpeg;base64", "JPEG", (2048, 1024))
+        difference = ImageChops.difference(sent.convert("RGB"), wide.resize(sent.size))
+        assert max(high for _, high in difference.getextrema()) < 16, "it is another picture"
+        page.reload()
+        kept = page.locator(".message.user .picture")
+        expect(kept).to_have_js_property("width", 480)
+        picture(page, "chat-picture")
+        send(page, "And now?")
+        expect(answers(page)).to_have_count(2)
+        assert answered.bodies[1]["messages"][0]["content"] == [shown, asked]

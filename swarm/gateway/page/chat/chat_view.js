@@ -20,7 +20,7 @@ export class Chat {
     this.scroll = byId("scroll");
     this.messages = byId("messages");
     this.actions = {
-      edit: (id, text) => this.send(text, this.conversation.nodes[id].parent),
+      edit: (id, text) => this.send(text, this.conversation.nodes[id].parent, this.conversation.nodes[id].images),
       regenerate: (id) => this.answer(this.conversation.nodes[id].parent),
       retry: (id) => this.retry(id),
       continueAnswer: (id) => this.answer(id),
@@ -43,10 +43,11 @@ export class Chat {
   }
 
   /** Add a message of the user at the end, or as another version below `parent`, and request its answer. */
-  send(text, parent = null) {
+  send(text, parent = null, images = []) {
     if (this.isRunning()) return;
     const { conversation } = this;
-    const message = addMessage(conversation, parent ?? shownPath(conversation).at(-1)?.id ?? ROOT, "user", text);
+    const place = parent ?? shownPath(conversation).at(-1)?.id ?? ROOT;
+    const message = addMessage(conversation, place, "user", text, images.length ? { images } : {});
     this.answer(message.id);
   }
 

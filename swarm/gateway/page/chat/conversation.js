@@ -81,6 +81,7 @@ export function restoreConversation(value) {
   for (const [, node] of nodes) {
     if (node.state === "running") node.state = "stopped";
     if (typeof node.thought !== "string") delete node.thought;
+    if (!Array.isArray(node.images) || !node.images.every((url) => typeof url === "string")) delete node.images;
   }
   const numbers = [value.created, value.updated].map((time) => (Number.isFinite(time) ? time : 0));
   const [title, model] = [value.title, value.model].map((text) => (typeof text === "string" ? text : ""));

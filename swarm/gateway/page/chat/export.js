@@ -5,9 +5,9 @@ import { element } from "../ui/dom.js";
 
 /** The shown messages as Markdown. */
 export function asMarkdown(conversation) {
-  const parts = shownPath(conversation).map(({ role, text, model }) => {
+  const parts = shownPath(conversation).map(({ role, text, model, images }) => {
     const speaker = role === "user" ? "You" : model || "Answer";
-    return `## ${speaker}\n\n${text.trim()}\n`;
+    return `## ${speaker}\n\n${"*a picture*\n\n".repeat(images?.length ?? 0)}${text.trim()}\n`;
   });
   return [`# ${conversation.title || "Conversation"}\n`, ...parts].join("\n");
 }

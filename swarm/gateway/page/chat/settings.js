@@ -45,7 +45,8 @@ export function makeRequest(model, messages, settings, hasChatTemplate) {
     return { path: "v1/completions", body: { max_tokens: COMPLETION_MAX_TOKENS, ...base, prompt: textSoFar(messages) } };
   }
   const first = system ? [{ role: "system", content: system }] : [];
-  const rest = messages.map(({ role, text }) => ({ role, content: text }));
+  const parts = (images, text) => [...images.map((url) => ({ type: "image_url", image_url: { url } })), { type: "text", text }];
+  const rest = messages.map(({ role, text, images }) => ({ role, content: images ? parts(images, text) : text }));
   return { path: "v1/chat/completions", body: { ...base, messages: [...first, ...rest] } };
 }
 
