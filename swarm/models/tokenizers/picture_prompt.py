@@ -54,21 +54,24 @@ def picture_tokens(
         ChatTemplateError: see `chat_template.conversation_tokens`.
     """
     import safetensors.torch
+    import torch
 
     pictures = _decoded(picture_urls(messages))
-    text = conversation_text(processor, messages, tools, options)
+    writer = processor if getattr(processor, "chat_template", None) else processor.tokenizer
+    text = conversation_text(writer, messages, tools, options)
     begin = str(processor.tokenizer.bos_token or "")  # as the processor's own `apply_chat_template` does
     special = {"add_special_tokens": False} if begin and text.startswith(begin) else {}
     try:
         made = processor(text=text, images=[pictures], return_tensors="pt", **special)
-        tokens: list[int] = made.pop("input_ids")[0].tolist()
-        arrays = safetensors.torch.save({name: one for name, one in made.items() if name != "attention_mask"})
+        arrays = {name: torch.as_tensor(one).contiguous() for name, one in made.items() if name != "attention_mask"}
+        tokens: list[int] = arrays.pop("input_ids")[0].tolist()
+        packed = safetensors.torch.save(arrays)
     except Exception as error:  # each family's processor raises its own errors
         why = str(error) or type(error).__name__
         raise ImageRefused(f"the model's processor does not take these images in this conversation: {why}") from error
-    if len(arrays) > MAX_ARRAY_BYTES:
-        raise ImageRefused(f"the images become {len(arrays) >> 20} MiB of pixels; send fewer or smaller ones")
-    return tokens, arrays
+    if len(packed) > MAX_ARRAY_BYTES:
+        raise ImageRefused(f"the images become {len(packed) >> 20} MiB of pixels; send fewer or smaller ones")
+    return tokens, packed
 
 
 def _decoded(urls: Iterator[str]) -> list[Any]:

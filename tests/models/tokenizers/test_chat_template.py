@@ -10,6 +10,7 @@ from swarm.errors import ChatTemplateError
 from swarm.models.checkpoints.checkpoint import DEMO_FOLDER
 from swarm.models.tokenizers.chat_template import (
     TemplateOptions,
+    conversation_text,
     conversation_tokens,
     template_text,
     unusable_variable,
@@ -112,3 +113,19 @@ def test_variables_that_a_template_is_not_given(tokenizer):
             assert problem in unusable_variable(tokenizer, {name: value})
             with pytest.raises(ChatTemplateError, match=problem):
                 conversation_tokens(tokenizer, HELLO, options=TemplateOptions({name: value}))
+
+
+def test_each_message_is_written_in_the_form_that_the_template_wants(tokenizer):
+    """Templates of models that take images want texts, lists of parts, or both by role."""
+    parts = [{"type": "image"}, {"type": "text", "text": "See"}]
+    talk = [
+        {"role": "user", "content": parts},
+        {"role": "assistant", "content": "Hi"},
+        {"role": "user", "content": "So"},
+    ]
+    list_form = "{% for part in message.content %}{{ part.text or '#' }}{% endfor %}"
+    text_form = "{% if message.content is string %}{{ message.content }}{% else %}" + list_form + "{% endif %}"
+    by_role = "{% if message.role == 'assistant' %}{{ message.content + '!' }}{% else %}" + text_form + "{% endif %}"
+    for form, written in ((list_form, "#See|Hi|So|"), (text_form, "#See|Hi|So|"), (by_role, "#See|Hi!|So|")):
+        tokenizer.chat_template = "{% for message in messages %}" + form + "|{% endfor %}"
+        assert conversation_text(tokenizer, talk, None, TemplateOptions()) == written
