@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -107,23 +108,22 @@ def conversation_text(
 
     Templates for images may want every text as a list of parts, and write nothing of one that is not.
     """
-    said = [one["content"].strip() for one in messages if one["role"] == "user" and isinstance(one["content"], str)]
-    parts = [
-        {**one, "content": [{"type": "text", "text": one["content"]}]} if isinstance(one["content"], str) else one
-        for one in messages
-    ]
-    first: str | ChatTemplateError = ""
-    for form in (messages, parts):
-        try:
-            text = _written(tokenizer, form, tools, options)
-            if all(one in text for one in said) and "{'type': 'text'" not in text:  # nor the list as Python shows it
-                return text
-            first = first or text
-        except ChatTemplateError as error:
-            first = first or error
-    if isinstance(first, str):
-        return first
-    raise first
+    if _wants_parts(tokenizer):
+        messages = [
+            {**one, "content": [{"type": "text", "text": one["content"]}]} if isinstance(one["content"], str) else one
+            for one in messages
+        ]
+    return _written(tokenizer, messages, tools, options)
+
+
+def _wants_parts(tokenizer: Any) -> bool:
+    """Whether the template writes a list of parts and no text."""
+    probe = "8172635445362718"
+    for content in (probe, [{"type": "text", "text": probe}]):
+        with suppress(ChatTemplateError):  # it may want something else than a single message
+            if probe in _written(tokenizer, [{"role": "user", "content": content}], None, TemplateOptions()):
+                return content is not probe
+    return False
 
 
 def _written(
