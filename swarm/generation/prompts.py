@@ -13,7 +13,7 @@ from swarm.generation.formats.tool_calls import ToolCallParser, ToolOptions
 from swarm.generation.sequence_request import ROOM_LEFT, RequestImages, SequenceRequest
 from swarm.generation.served_model import ServedModel
 from swarm.models.tokenizers.chat_template import TemplateOptions, unusable_variable
-from swarm.models.tokenizers.picture_prompt import picture_urls
+from swarm.models.tokenizers.image_prompt import image_urls
 
 DEFAULT_CHAT_TOKENS = 1024
 """New tokens of a chat answer if the request sets no limit."""
@@ -82,11 +82,11 @@ def conversation_prompt(
     """The tokens of a conversation, and its images if it has some. Args and errors are those of `chat_sequences`."""
     _require_usable(template, served)
     offered = _offered_tools(tools, served)
-    if next(picture_urls(messages), None) is None:
+    if next(image_urls(messages), None) is None:
         return served.prompts.conversation(messages, offered, template), None
     if served.no_images:
         raise InvalidGenerationRequest(served.no_images, parameter="messages", code="images_not_supported")
-    prompt, arrays = served.prompts.pictures(messages, offered, template)
+    prompt, arrays = served.prompts.conversation_with_images(messages, offered, template)
     return prompt, RequestImages(prompt, arrays)
 
 

@@ -21,7 +21,7 @@ from swarm.models.checkpoints.checkpoint import Checkpoint
 from swarm.models.cutting.families import check_images
 from swarm.models.tokenizers.chat_template import template_text
 from swarm.models.tokenizers.end_token import add_end_token
-from swarm.models.tokenizers.picture_prompt import NO_PACKAGE
+from swarm.models.tokenizers.image_prompt import NO_PACKAGE
 from swarm.models.tokenizers.prompt_process import PromptProcess
 from swarm.models.tokenizers.tokenizer import load_tokenizer
 

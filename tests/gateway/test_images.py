@@ -30,7 +30,7 @@ from transformers import (
 )
 
 from swarm.errors import ImageRefused
-from swarm.models.tokenizers.picture_prompt import MAX_PIXELS, _decoded
+from swarm.models.tokenizers.image_prompt import MAX_PIXELS, _decoded
 from swarm.models.tokenizers.prompt_process import PromptProcess
 from tests import wrappers
 from tests.gateways import GatewayProcess, run_gateway
@@ -88,8 +88,8 @@ def bomb(width: int, height: int) -> str:
 
 
 def asked(*urls: str) -> list[dict[str, Any]]:
-    """A text, with the pictures in its middle, behind a turn without one."""
-    shown = [{"type": "image_url", "image_url": {"url": url, "detail": "auto"}} for url in urls]
+    """A text, with the images in its middle, behind a turn without one."""
+    shown = [{"type": "image_url", "image_url": {"url": url, "detail": "low"}} for url in urls]
     parts = [{"type": "text", "text": "w3 w4"}, *shown, {"type": "text", "text": "w5"}]
     return [*BEFORE, {"role": "user", "content": parts}]
 
@@ -180,9 +180,9 @@ def test_what_is_refused(served, gateway):
         assert (param, code) == ("messages", "invalid_image")
     assert "more than 16 images" in served.refusal(asked(*[good] * 17))[0]
     assert served.refusal(asked(good), extra_body={"truncate_prompt_tokens": 9})[1] == "truncate_prompt_tokens"
-    low = asked(good)
-    low[-1]["content"][1]["image_url"]["detail"] = "low"
-    assert "detail" in served.refusal(low)[1]
+    unknown = asked(good)
+    unknown[-1]["content"][1]["image_url"]["detail"] = "huge"
+    assert "detail" in served.refusal(unknown)[1]
     # The word for an image, without one: the processor finds that they do not go together.
     extra = [*asked(good), {"role": "user", "content": "<image>"}]
     assert served.refusal(extra)[2] == "invalid_image"
@@ -205,7 +205,9 @@ def test_the_process_for_images_ends_with_the_one_for_texts(served):
     before = psutil.Process().children()
     with closing(PromptProcess(str(served.folder))) as process:
         url = data_url(noise(0))
-        tokens, tensors = process.pictures([{"role": "user", "content": [{"type": "image", "url": url}]}], None, None)
+        tokens, tensors = process.conversation_with_images(
+            [{"role": "user", "content": [{"type": "image", "url": url}]}], None, None
+        )
         assert tokens.count(wrappers.IMAGE) == 4
         pixels = AutoProcessor.from_pretrained(served.folder).image_processor(noise(0), return_tensors="pt")
         assert torch.equal(tensors["pixel_values"], pixels["pixel_values"])

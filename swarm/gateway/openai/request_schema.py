@@ -43,10 +43,10 @@ class MessageToolCall(Struct, forbid_unknown_fields=True):
 
 
 class ImageUrl(Struct, forbid_unknown_fields=True):
-    """An image. In which detail the model sees it is for its processor to say."""
+    """An image. `detail` is a hint: how large the model sees it is for its own processor to say."""
 
     url: str
-    detail: Literal["auto", "high"] | None = None
+    detail: Literal["auto", "low", "high"] | None = None
 
 
 class ContentPart(Struct, forbid_unknown_fields=True):

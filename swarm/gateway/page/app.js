@@ -5,7 +5,7 @@ import { newConversation, shownPath } from "./chat/conversation.js";
 import { ask } from "./ui/dialog.js";
 import { byId, element, textButton } from "./ui/dom.js";
 import { apiKey, fetchModels, fetchSwarm } from "./api/gateway_client.js";
-import { PictureTray } from "./chat/pictures.js";
+import { ImageTray } from "./chat/images.js";
 import { connectSettings } from "./chat/settings.js";
 import { Sidebar } from "./ui/sidebar.js";
 import { ConversationStore, loadValue, storeValue } from "./chat/storage.js";
@@ -24,7 +24,7 @@ class ChatPage {
     this.sidebar = new Sidebar(this);
     this.welcome = new Welcome((text) => this.#suggest(text));
     this.prompt = byId("prompt");
-    this.pictures = new PictureTray();
+    this.images = new ImageTray();
     connectSettings();
     this.#connectComposer();
     this.#connectKeys();
@@ -117,7 +117,7 @@ class ChatPage {
     byId("send").hidden = isRunning;
     byId("send").disabled = !this.prompt.value.trim() || !this.model();
     const chats = this.model()?.swarm?.chat_template !== false;
-    this.pictures.offer(this.model()?.architecture?.input_modalities?.includes?.("image") === true);
+    this.images.offer(this.model()?.architecture?.input_modalities?.includes?.("image") === true);
     this.prompt.placeholder = chats ? "Write to the swarm" : "Start a text, or add to it";
     this.welcome.draw(!shownPath(conversation).length, this.model(), this.swarm);
     this.sidebar.draw(conversation.id);
@@ -148,7 +148,7 @@ class ChatPage {
     }
     this.prompt.value = "";
     this.prompt.dispatchEvent(new Event("input"));
-    this.chat.send(text, null, this.pictures.take());
+    this.chat.send(text, null, this.images.take());
     document.title = `${this.chat.conversation.title} · swarm`;
   }
 

@@ -2,7 +2,7 @@
 
 Chat templates and tokenizers are part of a checkpoint, which may be a stranger's: a template is a program, and the
 regular expressions of a tokenizer may take forever on some texts. One process loads a tokenizer and makes one prompt
-after the other. It answers in JSON, so that nothing that it sends can run code here. Pictures need torch, which texts
+after the other. It answers in JSON, so that nothing that it sends can run code here. Images need torch, which texts
 need not wait for: with the first one, another process starts. Behind its answers come the processor's arrays.
 """
 
@@ -31,7 +31,7 @@ from swarm.models.tokenizers.chat_template import (
     template_text,
     text_tokens,
 )
-from swarm.models.tokenizers.picture_prompt import MAX_ARRAY_BYTES, load_processor, picture_tokens
+from swarm.models.tokenizers.image_prompt import MAX_ARRAY_BYTES, image_tokens, load_processor
 
 logger = logging.getLogger(__name__)
 
@@ -51,8 +51,8 @@ PROMPT_MEMORY_BYTES = 1 << 30
 
 MAX_ANSWER_BYTES = 1 << 26
 
-FOR_PICTURES = 4
-"""How many times as much time and memory a prompt with pictures may take."""
+FOR_IMAGES = 4
+"""How many times as much time and memory a prompt with images may take."""
 
 
 class PromptProcess:
@@ -62,7 +62,7 @@ class PromptProcess:
         source: local folder or hub id.
         revision: commit of a hub model; ignored for a folder.
         cache_dir: folder for files of the hub.
-        images: whether it is the process for conversations with pictures.
+        images: whether it is the process for conversations with images.
     """
 
     def __init__(
@@ -70,8 +70,8 @@ class PromptProcess:
     ) -> None:
         self._source = source
         self._arguments = (source, revision or "", str(cache_dir or ""))
-        self._factor = FOR_PICTURES if images else 1
-        self._for_pictures: PromptProcess | None = None
+        self._factor = FOR_IMAGES if images else 1
+        self._for_images: PromptProcess | None = None
         self._lock = threading.Lock()
         """Held while the process is started, loads, or makes a prompt."""
         self._closed = False
@@ -145,19 +145,19 @@ class PromptProcess:
         asked = vars(options) if options is not None else {}
         return self._ask({"messages": list(messages), "tools": tools, "options": asked})[0]
 
-    def pictures(
+    def conversation_with_images(
         self, messages: Sequence[ChatMessage], tools: Sequence[Any] | None, options: TemplateOptions | None
     ) -> tuple[list[int], dict[str, Any]]:
-        """The tokens of a conversation with pictures, and the processor's tensors for these.
+        """The tokens of a conversation with images, and the processor's tensors for these.
 
-        Raises `ImageRefused` if it cannot be used or no picture can, else as `conversation`.
+        Raises `ImageRefused` if it cannot be used or no image can, else as `conversation`.
         """
         asked = vars(options or TemplateOptions())
         try:
             with self._lock:
                 self._require_loaded()
-                self._for_pictures = self._for_pictures or PromptProcess(*self._arguments, images=True)
-            return self._for_pictures._ask({"messages": list(messages), "tools": tools, "options": asked})
+                self._for_images = self._for_images or PromptProcess(*self._arguments, images=True)
+            return self._for_images._ask({"messages": list(messages), "tools": tools, "options": asked})
         except CheckpointError as error:
             raise ImageRefused(str(error)) from error
 
@@ -171,8 +171,8 @@ class PromptProcess:
         self._process.kill()  # before the lock is taken: its holder may be waiting for the process
         with self._lock:
             self._end()
-            if self._for_pictures is not None:
-                self._for_pictures.close()
+            if self._for_images is not None:
+                self._for_images.close()
 
     def _end(self) -> None:
         self._connection.close()
@@ -224,14 +224,14 @@ class PromptProcess:
 
 def _serve(connection: Connection, factor: int, source: str, revision: str, cache_dir: str) -> None:
     """The other process: load, report, and make prompts until the other end of the connection is closed."""
-    if factor == FOR_PICTURES:
+    if factor == FOR_IMAGES:
         import torch  # noqa: F401  # before the limits: with a GPU's libraries it is larger than these
     else:
         sys.modules["torch"] = None  # type: ignore[assignment]  # it would be most of the time and memory
     problem, loaded = "", None
     _limit(LOADING_CPU_S, LOADING_MEMORY_BYTES)
     try:
-        loaded = (load_processor if factor == FOR_PICTURES else _load)(source, revision, cache_dir)
+        loaded = (load_processor if factor == FOR_IMAGES else _load)(source, revision, cache_dir)
     except CheckpointError as error:
         problem = str(error)
     signal.setitimer(signal.ITIMER_PROF, 0)
@@ -272,8 +272,8 @@ def _answer(loaded: Any, request: dict[str, Any], factor: int) -> tuple[Any, ...
         if "text" in request:
             return ({"tokens": text_tokens(loaded, request["text"], request["special"])},)
         asked = (loaded, request["messages"], request["tools"], TemplateOptions(**request["options"]))
-        if factor == FOR_PICTURES:
-            tokens, arrays = picture_tokens(*asked)
+        if factor == FOR_IMAGES:
+            tokens, arrays = image_tokens(*asked)
             return {"tokens": tokens, "arrays": len(arrays)}, arrays
         return ({"tokens": conversation_tokens(*asked)},)
     except ChatTemplateError as error:

@@ -2,7 +2,7 @@
 
 import { element, icon, iconButton, textButton } from "../ui/dom.js";
 import { drawDetails, drawLights } from "./answer_details.js";
-import { pictureView } from "./pictures.js";
+import { imageView } from "./images.js";
 import { copyText, MarkdownView } from "../markdown/markdown_view.js";
 
 /**
@@ -21,7 +21,7 @@ export class MessageView {
     const label = this.isUser ? "You" : `Answer${node.model ? ` of ${node.model}` : ""}`;
     this.thought = element("p");
     this.thoughts = element("details", { class: "thoughts", hidden: true }, element("summary", { text: "Thoughts" }), this.thought);
-    const pictures = node.images ? element("div", { class: "pictures" }, ...node.images.map(pictureView)) : null;
+    const pictures = node.images ? element("div", { class: "pictures" }, ...node.images.map(imageView)) : null;
     const parts = this.isUser ? [pictures, this.body, this.foot] : [this.thoughts, this.body, this.notice, this.foot, this.facts];
     this.element = element("article", { class: `message ${node.role}`, "aria-label": label }, ...parts);
     this.markdown = this.isUser ? null : new MarkdownView(this.body);

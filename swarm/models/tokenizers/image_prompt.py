@@ -1,4 +1,4 @@
-"""From a conversation with pictures to what the model's own processor makes of it, in a process that can be ended."""
+"""From a conversation with images to what the model's own processor makes of it, in a process that can be ended."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from typing import Any
 from swarm.errors import CheckpointError, ImageRefused
 from swarm.models.tokenizers.chat_template import ChatMessage, TemplateOptions, conversation_text
 
-MAX_PICTURES = 16
+MAX_IMAGES = 16
 MAX_PIXELS = 1 << 26
-"""Of all pictures: five of a phone, or its largest. Decoded they take 256 MB, and processors make copies."""
+"""Of all images: five of a phone, or its largest. Decoded they take 256 MB, and processors make copies."""
 
 MAX_ARRAY_BYTES = 1 << 27
-"""Of what a processor makes of all pictures. One in the largest size that processors know takes 30 MB."""
+"""Of what a processor makes of all images. One in the largest size that processors know takes 30 MB."""
 
 NO_PACKAGE = "images need the package {0}, which this gateway lacks; its operator gets it with: pip install {0}"
 _DATA_URL = re.compile("data:image/(?:png|jpe?g|webp|gif);base64,", re.IGNORECASE)
 
 
-def picture_urls(messages: Sequence[ChatMessage]) -> Iterator[str]:
-    """The data URLs of the pictures, in their order. A message with pictures has parts, any other a text."""
+def image_urls(messages: Sequence[ChatMessage]) -> Iterator[str]:
+    """The data URLs of the images, in their order. A message with images has parts, any other a text."""
     for message in messages:
         if isinstance(message.get("content"), list):
             yield from (part["url"] for part in message["content"] if part["type"] == "image")
@@ -44,25 +44,25 @@ def load_processor(source: str, revision: str, cache_dir: str) -> Any:
         raise CheckpointError(f"{source} has no usable processor for images: {error}") from error
 
 
-def picture_tokens(
+def image_tokens(
     processor: Any, messages: Sequence[ChatMessage], tools: Sequence[Any] | None, options: TemplateOptions
 ) -> tuple[list[int], bytes]:
-    """Token ids of a conversation, and as safetensors what the processor makes of its pictures.
+    """Token ids of a conversation, and as safetensors what the processor makes of its images.
 
     Raises:
-        ImageRefused: a picture cannot be read, or the processor does not take the pictures.
+        ImageRefused: an image cannot be read, or the processor does not take the images.
         ChatTemplateError: see `chat_template.conversation_tokens`.
     """
     import safetensors.torch
     import torch
 
-    pictures = _decoded(picture_urls(messages))
+    images = _decoded(image_urls(messages))
     writer = processor if getattr(processor, "chat_template", None) else processor.tokenizer
     text = conversation_text(writer, messages, tools, options)
     begin = str(processor.tokenizer.bos_token or "")  # as the processor's own `apply_chat_template` does
     special = {"add_special_tokens": False} if begin and text.startswith(begin) else {}
     try:
-        made = processor(text=text, images=[pictures], return_tensors="pt", **special)
+        made = processor(text=text, images=[images], return_tensors="pt", **special)
         arrays = {name: torch.as_tensor(one).contiguous() for name, one in made.items() if name != "attention_mask"}
         tokens: list[int] = arrays.pop("input_ids")[0].tolist()
         packed = safetensors.torch.save(arrays)
@@ -78,7 +78,7 @@ def _decoded(urls: Iterator[str]) -> list[Any]:
     from PIL import Image, ImageOps, UnidentifiedImageError
 
     Image.MAX_IMAGE_PIXELS = None  # pixels are counted here
-    pictures, room = [], MAX_PIXELS
+    images, room = [], MAX_PIXELS
     for number, url in enumerate(urls, 1):
         try:
             if (begin := _DATA_URL.match(url)) is None:
@@ -86,15 +86,15 @@ def _decoded(urls: Iterator[str]) -> list[Any]:
             file = io.BytesIO(base64.b64decode(url[begin.end() :], validate=True))
             opened = Image.open(file, formats=("PNG", "JPEG", "WEBP", "GIF"))
             room -= opened.width * opened.height
-            if room < 0 or number > MAX_PICTURES:
+            if room < 0 or number > MAX_IMAGES:
                 raise ValueError(
-                    f"with its {opened.width} x {opened.height} pixels there are more than {MAX_PICTURES} images or "
+                    f"with its {opened.width} x {opened.height} pixels there are more than {MAX_IMAGES} images or "
                     f"{MAX_PIXELS} pixels; send fewer or smaller ones"
                 )
-            pictures.append(ImageOps.exif_transpose(opened).convert("RGB"))
+            images.append(ImageOps.exif_transpose(opened).convert("RGB"))
         except Exception as error:  # foreign input; each decoder raises its own errors
             why = str(error) or type(error).__name__
             if isinstance(error, UnidentifiedImageError):
                 why = "it is no PNG, JPEG, WebP or GIF, or broken"
             raise ImageRefused(f"image {number} cannot be used: {why}") from error
-    return pictures
+    return images

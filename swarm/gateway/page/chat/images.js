@@ -8,14 +8,14 @@ const SHOWN_SIDE_PX = 480;
 const JPEG_QUALITY = 0.9;
 
 /** An element that shows the picture of this data URL; empty if it is none. */
-export function pictureView(url) {
+export function imageView(url) {
   const canvas = element("canvas", { class: "picture", role: "img", "aria-label": "Picture" });
   fetchBytes(url).then((bytes) => draw(bytes, canvas, SHOWN_SIDE_PX)).catch(() => {});
   return canvas;
 }
 
 /** The pictures that are sent with the next message, above the field for its text. */
-export class PictureTray {
+export class ImageTray {
   constructor() {
     this.urls = [];
     const file = byId("picture-file");
@@ -57,7 +57,7 @@ export class PictureTray {
   #show(urls) {
     this.urls = urls;
     const drop = (url) => this.#show(this.urls.filter((other) => other !== url));
-    const draw = (url) => element("figure", {}, pictureView(url), iconButton("close", "Remove the picture", () => drop(url)));
+    const draw = (url) => element("figure", {}, imageView(url), iconButton("close", "Remove the picture", () => drop(url)));
     byId("pictures").replaceChildren(...urls.map(draw));
   }
 }
