@@ -141,4 +141,6 @@ def _why_no_images(checkpoint: Checkpoint) -> str:
         check_images(checkpoint.whole_config())
     except UnsupportedModel as error:
         return str(error)
+    if checkpoint.parts is not None:
+        return "images need the model's tower, which peers do not share: load the model from the hub or from its folder"
     return "" if find_spec("PIL") is not None else NO_PACKAGE.format("pillow")
