@@ -16,11 +16,13 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+
+from safetensors import SafetensorError
 
 from swarm.common.processes import module_command
 from swarm.errors import ChatTemplateError, CheckpointError, ImageRefused
@@ -183,7 +185,7 @@ class PromptProcess:
         try:
             sent = json.dumps(request).encode()
             answer = self._exchange(sent)
-        except (OSError, EOFError, ValueError, RecursionError):  # the last, where tools are nested too deep
+        except (OSError, EOFError, ValueError, SafetensorError, RecursionError):  # the last, where tools are too deep
             raise ChatTemplateError(
                 f"the chat template or the tokenizer of {self._source} cannot make a prompt of this: it needs more "
                 f"than {PROMPT_CPU_S * self._factor:.0f} s or {PROMPT_MEMORY_BYTES * self._factor >> 20} MiB, or "
@@ -224,14 +226,17 @@ class PromptProcess:
 
 def _serve(connection: Connection, factor: int, source: str, revision: str, cache_dir: str) -> None:
     """The other process: load, report, and make prompts until the other end of the connection is closed."""
+    load, answer = _load, _text_answer
     if factor == FOR_IMAGES:
         import torch  # noqa: F401  # before the limits: with a GPU's libraries it is larger than these
+
+        load, answer = load_processor, _images_answer
     else:
         sys.modules["torch"] = None  # type: ignore[assignment]  # it would be most of the time and memory
     problem, loaded = "", None
     _limit(LOADING_CPU_S, LOADING_MEMORY_BYTES)
     try:
-        loaded = (load_processor if factor == FOR_IMAGES else _load)(source, revision, cache_dir)
+        loaded = load(source, revision, cache_dir)
     except CheckpointError as error:
         problem = str(error)
     signal.setitimer(signal.ITIMER_PROF, 0)
@@ -240,8 +245,7 @@ def _serve(connection: Connection, factor: int, source: str, revision: str, cach
         while loaded is not None:
             request = json.loads(connection.recv_bytes())
             _limit(PROMPT_CPU_S * factor, PROMPT_MEMORY_BYTES * factor)
-            answer, *arrays = _answer(loaded, request, factor)
-            for part in (json.dumps(answer).encode(), *arrays):
+            for part in _parts(answer, loaded, request):
                 connection.send_bytes(part)
             signal.setitimer(signal.ITIMER_PROF, 0)
 
@@ -266,18 +270,27 @@ def _limit(cpu_s: float, more_bytes: int) -> None:
     signal.setitimer(signal.ITIMER_PROF, cpu_s)  # which kills the process, whatever it is doing
 
 
-def _answer(loaded: Any, request: dict[str, Any], factor: int) -> tuple[Any, ...]:
-    """The answer of the tokenizer or the processor, and the arrays behind it."""
+def _parts(answer: Callable[[Any, dict[str, Any]], list[bytes]], loaded: Any, request: dict[str, Any]) -> list[bytes]:
+    """The messages that answer a request."""
     try:
-        if "text" in request:
-            return ({"tokens": text_tokens(loaded, request["text"], request["special"])},)
-        asked = (loaded, request["messages"], request["tools"], TemplateOptions(**request["options"]))
-        if factor == FOR_IMAGES:
-            tokens, arrays = image_tokens(*asked)
-            return {"tokens": tokens, "arrays": len(arrays)}, arrays
-        return ({"tokens": conversation_tokens(*asked)},)
+        return answer(loaded, request)
     except ChatTemplateError as error:
-        return ({"refused": str(error), "image": isinstance(error, ImageRefused)},)
+        return [json.dumps({"refused": str(error), "image": isinstance(error, ImageRefused)}).encode()]
+
+
+def _text_answer(tokenizer: Any, request: dict[str, Any]) -> list[bytes]:
+    if "text" in request:
+        tokens = text_tokens(tokenizer, request["text"], request["special"])
+    else:
+        options = TemplateOptions(**request["options"])
+        tokens = conversation_tokens(tokenizer, request["messages"], request["tools"], options)
+    return [json.dumps({"tokens": tokens}).encode()]
+
+
+def _images_answer(processor: Any, request: dict[str, Any]) -> list[bytes]:
+    options = TemplateOptions(**request["options"])
+    tokens, arrays = image_tokens(processor, request["messages"], request["tools"], options)
+    return [json.dumps({"tokens": tokens, "arrays": len(arrays)}).encode(), arrays]
 
 
 def main() -> None:
