@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers.utils import LEGACY_PROCESSOR_CHAT_TEMPLATE_FILE, cached_file
 
 from swarm.common.files.gguf_header import SUFFIX, gguf_in, read_header, split_files
 from swarm.errors import CheckpointError
@@ -85,8 +86,9 @@ def load_tokenizer(source: str | Path, revision: str | None = None, cache_dir: s
         if gguf is not None:
             tokenizer = _gguf_tokenizer(gguf)
         else:
-            options |= {"cache_dir": cache_dir, "trust_remote_code": False}
-            tokenizer = AutoTokenizer.from_pretrained(str(source), **options)
+            options |= {"cache_dir": cache_dir}
+            tokenizer = AutoTokenizer.from_pretrained(str(source), trust_remote_code=False, **options)
+            tokenizer.chat_template = tokenizer.chat_template or _processor_template(source, options)
         problem = tokenizer_problem(tokenizer)
     except BaseException as error:  # foreign input; each family's tokenizer raises its own errors
         if not isinstance(error, Exception) and type(error).__name__ != RUST_PANIC:
@@ -96,6 +98,13 @@ def load_tokenizer(source: str | Path, revision: str | None = None, cache_dir: s
     if problem:
         raise CheckpointError(f"the tokenizer of {source} is not used: {problem}")
     return tokenizer
+
+
+def _processor_template(source: str | Path, options: dict[str, Any]) -> Any:
+    """The chat template where older models with images have it, which transformers reads for their processors only."""
+    quiet = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
+    path = cached_file(str(source), LEGACY_PROCESSOR_CHAT_TEMPLATE_FILE, **quiet, **options)
+    return json.loads(Path(path).read_text())["chat_template"] if path is not None else None
 
 
 _FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")

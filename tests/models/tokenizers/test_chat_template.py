@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from swarm.errors import ChatTemplateError
+from swarm.errors import ChatTemplateError, CheckpointError
 from swarm.models.checkpoints.checkpoint import DEMO_FOLDER
 from swarm.models.tokenizers.chat_template import (
     TemplateOptions,
@@ -129,3 +129,14 @@ def test_each_message_is_written_in_the_form_that_the_template_wants(tokenizer):
     for form, written in ((list_form, "#See|Hi|So|"), (text_form, "#See|Hi|So|"), (by_role, "#See|Hi!|So|")):
         tokenizer.chat_template = "{% for message in messages %}" + form + "|{% endfor %}"
         assert conversation_text(tokenizer, talk, None, TemplateOptions()) == written
+
+
+def test_the_template_of_a_model_with_images_may_be_in_a_file_of_its_own(tokenizer, tmp_path):
+    tokenizer.chat_template = None
+    tokenizer.save_pretrained(tmp_path)
+    assert template_text(load_tokenizer(tmp_path)) is None
+    (tmp_path / "chat_template.json").write_text('{"chat_template": "{{ messages[0].content }}"}')
+    assert template_text(load_tokenizer(tmp_path)) == "{{ messages[0].content }}"
+    (tmp_path / "chat_template.json").write_text("[")
+    with pytest.raises(CheckpointError, match="no usable tokenizer"):
+        load_tokenizer(tmp_path)
