@@ -123,7 +123,7 @@ def test_whatever_the_delays_nothing_is_overtaken(waits):
         due = 0.0
         for (_, at), time in zip(received, earliest, strict=True):
             due = max(due, time)
-            assert at == pytest.approx(due)
+            assert at == pytest.approx(due, abs=1e-9)  # the loop's clock does not tell shorter times apart
         await hub.close()
 
     virtual_time.run(scenario)

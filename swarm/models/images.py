@@ -94,10 +94,10 @@ class ImageTower:
         """
         if not isinstance(tokens, torch.Tensor) or tokens.ndim != 2:
             raise UsageError("images go with the ids of the prompt's tokens: pass input_ids [sequences, tokens]")
-        embed = self._model.get_input_embeddings()
         with self._lock, torch.no_grad():
             if self._wrapper is None:
                 self._wrapper = self._load()
+            embed = self._model.get_input_embeddings()
             taken, texts = (signature(type(one).forward).parameters.keys() for one in (self._wrapper, self._model))
             names = {name for name in taken - texts if isinstance(arguments.get(name), (torch.Tensor, list))}
             images = {name: arguments.pop(name) for name in names}

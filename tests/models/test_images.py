@@ -66,4 +66,4 @@ def test_towers_that_do_not_fit_their_config_are_refused(tower, kept, words, tmp
     tensors = {name: one for name, one in load_file(file).items() if re.search(kept, name) or "lm_head" in name}
     save_file(tensors, file, metadata={"format": "pt"})
     with pytest.raises(CheckpointError, match=words):
-        ImageTower(open_checkpoint(tmp_path), None, torch.float32).take(None, {})
+        ImageTower(open_checkpoint(tmp_path), None, torch.float32).take(torch.tensor([[5]]), {})
