@@ -226,11 +226,11 @@ class PromptProcess:
 
 def _serve(connection: Connection, factor: int, source: str, revision: str, cache_dir: str) -> None:
     """The other process: load, report, and make prompts until the other end of the connection is closed."""
-    load, answer = _load, _text_answer
+    load, answer = _load, _text_prompt
     if factor == FOR_IMAGES:
         import torch  # noqa: F401  # before the limits: with a GPU's libraries it is larger than these
 
-        load, answer = load_processor, _images_answer
+        load, answer = load_processor, _image_prompt
     else:
         sys.modules["torch"] = None  # type: ignore[assignment]  # it would be most of the time and memory
     problem, loaded = "", None
@@ -278,18 +278,18 @@ def _parts(answer: Callable[[Any, dict[str, Any]], list[bytes]], loaded: Any, re
         return [json.dumps({"refused": str(error), "image": isinstance(error, ImageRefused)}).encode()]
 
 
-def _text_answer(tokenizer: Any, request: dict[str, Any]) -> list[bytes]:
+def _text_prompt(loaded: Any, request: dict[str, Any]) -> list[bytes]:
     if "text" in request:
-        tokens = text_tokens(tokenizer, request["text"], request["special"])
+        tokens = text_tokens(loaded, request["text"], request["special"])
     else:
         options = TemplateOptions(**request["options"])
-        tokens = conversation_tokens(tokenizer, request["messages"], request["tools"], options)
+        tokens = conversation_tokens(loaded, request["messages"], request["tools"], options)
     return [json.dumps({"tokens": tokens}).encode()]
 
 
-def _images_answer(processor: Any, request: dict[str, Any]) -> list[bytes]:
+def _image_prompt(loaded: Any, request: dict[str, Any]) -> list[bytes]:
     options = TemplateOptions(**request["options"])
-    tokens, arrays = image_tokens(processor, request["messages"], request["tools"], options)
+    tokens, arrays = image_tokens(loaded, request["messages"], request["tools"], options)
     return [json.dumps({"tokens": tokens, "arrays": len(arrays)}).encode(), arrays]
 
 
