@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from swarm.client.early_exit.options import EarlyExit
+from swarm.client.threads.compute_lock import keep_thread_limit
 from swarm.generation.formats.response_format import AnswerForm
 from swarm.generation.formats.thinking import ThinkingParser, TokenConstraint
 from swarm.generation.formats.tool_calls import ToolCallParser
@@ -30,7 +31,7 @@ class RequestImages:
         """What `generate` takes as `prompt_images`. Raises `ImageRefused` if the images do not fit the prompt."""
         with self._lock:
             if self._features is None:
-                torch.set_num_threads(torch.get_num_threads())  # a new thread would use all cores
+                keep_thread_limit()
                 self._features = model.prompt_images(torch.tensor([list(self._prompt)]), **self._tensors)
             return self._features
 

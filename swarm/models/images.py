@@ -122,7 +122,7 @@ class ImageTower:
         config = copy.deepcopy(self._checkpoint.whole_config())
         families.check_images(config)
         text = config.get_text_config(decoder=True)
-        config.tie_word_embeddings = text.tie_word_embeddings = False  # there are no embeddings, and no head
+        config.tie_word_embeddings = text.tie_word_embeddings = False  # it is built without embeddings and head
         tensors = self._checkpoint.tower_tensors()
         if not tensors:
             raise CheckpointError(

@@ -214,10 +214,9 @@ class DistributedGenerationMixin(ExitsMixin, DistributedModelMixin):
         session = session or self._active.entered
         if early_exit == "session":
             early_exit = session.early_exit if session is not None else None
+        tokens = inputs if inputs is not None else kwargs.get("input_ids")
         if kwargs.get("pixel_values") is not None:
-            kwargs["prompt_images"] = self._tower.take(
-                inputs if inputs is not None else kwargs.get("input_ids"), kwargs
-            )
+            kwargs["prompt_images"] = self._tower.take(tokens, kwargs)
         images = kwargs.get("prompt_images")
         arguments = {"inputs": inputs, **kwargs}
         if early_exit is not None and early_exit.needs_sessions and session is None and batch_size(arguments) > 1:
@@ -232,7 +231,6 @@ class DistributedGenerationMixin(ExitsMixin, DistributedModelMixin):
             generate = partial(self._generate, early_exit=early_exit)
             return generate_in_lanes(self, lanes, {**named, **settings}, generate)
         if session is not None and kwargs.get("past_key_values") is None:
-            tokens = inputs if inputs is not None else kwargs.get("input_ids")
             tokens = images.marks if images is not None else tokens
             if early_exit is not None:
                 session.prepare_for(early_exit)

@@ -135,6 +135,11 @@ class _BatchItem:
         return self.result is not None or self.error is not None
 
 
+def keep_thread_limit() -> None:
+    """Keep to the limit that the process has set: matrix products in a new thread would use all cores."""
+    torch.set_num_threads(torch.get_num_threads())
+
+
 class ComputeTicket:
     """One lane's claim to the lock; a context manager inside which its thread holds the lock unless it waits.
 
@@ -152,8 +157,7 @@ class ComputeTicket:
         self._cancelled = False
 
     def __enter__(self) -> ComputeTicket:
-        # Without this, matrix products in a new thread would use all cores, whatever limit the process has set.
-        torch.set_num_threads(torch.get_num_threads())
+        keep_thread_limit()
         self._lock.request(self)
         self._wait_for_grant()
         _current.ticket = self

@@ -27,6 +27,7 @@ from swarm.errors import AdapterError, AdapterMismatch
 from swarm.models.adapters.adapter_config import MAX_LORA_RANK, AdapterConfig, parse_adapter_config
 from swarm.models.adapters.block_adapter import BlockAdapterWeights, LoraFactors
 from swarm.models.checkpoints.checkpoint import OTHER_TOWERS, Checkpoint
+from swarm.models.checkpoints.config_reading import first_line
 from swarm.models.cutting.model_inspection import LoraTargets, find_lora_targets
 
 logger = logging.getLogger(__name__)
@@ -68,7 +69,7 @@ class AdapterSource:
         try:
             return json.loads(path.read_bytes())
         except (OSError, ValueError, RecursionError) as error:
-            raise AdapterError(f"{CONFIG_FILE} of {self.name} cannot be read: {_first_line(error)}") from error
+            raise AdapterError(f"{CONFIG_FILE} of {self.name} cannot be read: {first_line(error)}") from error
 
     def weights(self) -> Path:
         """Path of the safetensors file. Raises `AdapterError` if it is missing; the message names a pickled file."""
@@ -115,16 +116,12 @@ class AdapterSource:
             raise AdapterError(f"{self.name!r} is neither a local folder nor an adapter's name on the hub") from None
         except LocalEntryNotFoundError as error:  # unlike its base class, it means that the hub did not answer
             raise AdapterError(
-                f"{self.name} is not a local folder, and the hub cannot be reached: {_first_line(error)}"
+                f"{self.name} is not a local folder, and the hub cannot be reached: {first_line(error)}"
             ) from error
         except EntryNotFoundError:
             return None
         except (HfHubHTTPError, OSError) as error:
-            raise AdapterError(f"the hub has no {self.name} (or it is private): {_first_line(error)}") from error
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
+            raise AdapterError(f"the hub has no {self.name} (or it is private): {first_line(error)}") from error
 
 
 @dataclass(frozen=True, eq=False)

@@ -144,8 +144,7 @@ class PromptProcess:
         options: TemplateOptions | None = None,
     ) -> list[int]:
         """See `chat_template.conversation_tokens`. Raises `ChatTemplateError` also where the limits are exceeded."""
-        asked = vars(options) if options is not None else {}
-        return self._ask({"messages": list(messages), "tools": tools, "options": asked})[0]
+        return self._conversation(messages, tools, options)[0]
 
     def conversation_with_images(
         self, messages: Sequence[ChatMessage], tools: Sequence[Any] | None, options: TemplateOptions | None
@@ -154,14 +153,19 @@ class PromptProcess:
 
         Raises `ImageRefused` if it cannot be used or no image can, else as `conversation`.
         """
-        asked = vars(options or TemplateOptions())
         try:
             with self._lock:
                 self._require_loaded()
                 self._for_images = self._for_images or PromptProcess(*self._arguments, images=True)
-            return self._for_images._ask({"messages": list(messages), "tools": tools, "options": asked})
+            return self._for_images._conversation(messages, tools, options)
         except CheckpointError as error:
             raise ImageRefused(str(error)) from error
+
+    def _conversation(
+        self, messages: Sequence[ChatMessage], tools: Sequence[Any] | None, options: TemplateOptions | None
+    ) -> tuple[list[int], dict[str, Any]]:
+        asked = vars(options or TemplateOptions())
+        return self._ask({"messages": list(messages), "tools": tools, "options": asked})
 
     def text(self, text: str, add_special: bool = True) -> list[int]:
         """See `chat_template.text_tokens`. Raises `ChatTemplateError` also where the limits are exceeded."""
@@ -185,7 +189,7 @@ class PromptProcess:
         try:
             sent = json.dumps(request).encode()
             answer = self._exchange(sent)
-        except (OSError, EOFError, ValueError, SafetensorError, RecursionError):  # the last, where tools are too deep
+        except (OSError, EOFError, ValueError, SafetensorError, RecursionError):  # the last: tools nested too deep
             raise ChatTemplateError(
                 f"the chat template or the tokenizer of {self._source} cannot make a prompt of this: it needs more "
                 f"than {PROMPT_CPU_S * self._factor:.0f} s or {PROMPT_MEMORY_BYTES * self._factor >> 20} MiB, or "

@@ -49,7 +49,7 @@ export class ImageTray {
       const canvas = element("canvas");
       const isRead = await draw(file, canvas, MAX_SIDE_PX).then(() => true, () => false);
       this.#show(isRead ? [...this.urls, canvas.toDataURL("image/jpeg", JPEG_QUALITY)] : this.urls);
-      if (!isRead) byId("pictures").append(element("span", { role: "alert", text: "This file is no picture that this browser can read." }));
+      if (!isRead) byId("pictures").append(element("span", { role: "alert", text: "This browser cannot read the file as a picture." }));
     }
     byId("prompt").focus();
   }
