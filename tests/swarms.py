@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import torch
 
 from swarm.client.config import NetworkOptions
 from swarm.client.model.auto_model import AutoDistributedModelForCausalLM
@@ -39,7 +40,7 @@ STOP_TIMEOUT = 30.0
 KNOWN = 5
 """Servers whose addresses a newcomer gets, so that some of them may die while it starts."""
 
-FORKS = multiprocessing.get_context("forkserver")
+FORKS = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "forkserver")  # CUDA survives no fork
 FORKS.set_forkserver_preload(["tests.server_process"])
 
 

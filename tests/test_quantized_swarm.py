@@ -10,10 +10,16 @@ from swarm.errors import InvalidOption
 from swarm.models.checkpoints.checkpoint import open_checkpoint
 from swarm.models.execution.session_cache import SessionCache
 from swarm.models.loading.span_loading import load_span
+from swarm.models.weights.quantization import INT8, NF4, form_for_device
+from swarm.server.memory_budget import resolve_device
 from tests.swarms import TestSwarm, run_client, run_swarm
 
 PROMPT = torch.tensor([[5, 33, 101, 77, 12, 58, 99, 41, 8]])
 BLOCKS = 12
+DEVICE = resolve_device("auto")
+FOUR_BITS = form_for_device(DEVICE, NF4)
+"""What servers on this machine hold: nf4 on a CPU is int4, and says so."""
+OTHER = ({"int4", NF4} - {FOUR_BITS}).pop()
 
 
 @pytest.fixture(scope="module")
@@ -29,21 +35,21 @@ def precisions(swarm: TestSwarm, **options) -> list[str]:
 
 
 def test_servers_announce_what_they_hold_and_clients_choose(swarm):
-    assert precisions(swarm) == ["int4", "int8"]  # nf4 on a CPU is int4, and says so
-    assert precisions(swarm, quant="int8") == ["int8"]
-    assert precisions(swarm, quant=["int8", "int4"]) == ["int4", "int8"]
-    assert precisions(swarm, quant=["nf4", "none"]) == []
+    assert precisions(swarm) == sorted([FOUR_BITS, INT8])
+    assert precisions(swarm, quant=INT8) == [INT8]
+    assert precisions(swarm, quant=[INT8, FOUR_BITS]) == sorted([FOUR_BITS, INT8])
+    assert precisions(swarm, quant=[OTHER, "none"]) == []
 
 
-@pytest.mark.parametrize("form", ["int8", "int4"])
+@pytest.mark.parametrize("form", [INT8, FOUR_BITS])
 def test_text_of_quantized_servers(swarm, form):
     """The client gets what the quantized blocks compute in this process."""
-    span = load_span(open_checkpoint(), Span(0, BLOCKS), dtype=torch.float32, device=torch.device("cpu"), quant=form)
+    span = load_span(open_checkpoint(), Span(0, BLOCKS), dtype=torch.float32, device=DEVICE, quant=form)
     with run_client(swarm, quant=form) as model, model.inference_session(max_length=32) as session:
         hidden = torch.randn(1, 9, model.config.hidden_size, generator=torch.Generator().manual_seed(0))
         came = session.step(hidden)
         assert model.generate(PROMPT, max_new_tokens=8, do_sample=False).shape == (1, 17)
-        expected = model.model.norm(SessionCache(span).step(hidden[0], StepLayout((0,), (9,))))
+        expected = model.model.norm(SessionCache(span).step(hidden[0].to(DEVICE), StepLayout((0,), (9,))).cpu())
     assert (came[0] - expected).norm() <= 0.02 * expected.norm()
 
 

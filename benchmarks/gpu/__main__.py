@@ -33,7 +33,7 @@ STEPS: dict[str, tuple[Callable[[Bench], Sequence[Case]], float]] = {
     "card": (speed.card, 30.0),
     "pages": (checks.pages, 90.0),
     "graphs": (checks.graphs, 45.0),
-    "families": (checks.families, 170.0),
+    "families": (checks.families, 240.0),
     "training": (checks.training, 45.0),
     "quantization": (checks.quantization, 45.0),
     "decode": (speed.decode, 140.0),

@@ -101,7 +101,7 @@ def _require(error: float, limit: float, what: str) -> None:
 
 def families(bench: Bench) -> list[Case]:
     """Every family of the zoo in each dtype, as a server would compute it."""
-    names = bench.sized((*zoo.FAMILIES,), ("llama", "gemma2"))
+    names = bench.sized((*zoo.FAMILIES, *zoo.HYBRIDS), ("llama", "qwen3_next"))
     return [Case(family, partial(_family, bench, family)) for family in names]
 
 

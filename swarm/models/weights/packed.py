@@ -35,9 +35,6 @@ KERNEL_ROWS = 16
 FP4_VALUES = [sign * value for sign in (1.0, -1.0) for value in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)]
 """The number for each code of 4 bits, in NVFP4 and MXFP4."""
 
-_AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]
-"""Where in a word of AWQ each of eight columns is."""
-
 Numbers = Callable[[torch.Tensor, slice], torch.Tensor]
 """Unpacks the stored numbers of some rows of one expert to float32, `[rows, columns]`, with memory of their own."""
 
@@ -305,8 +302,9 @@ def integers(words: torch.Tensor, bits: int, count: int) -> torch.Tensor:
 
 def awq_columns(words: torch.Tensor) -> torch.Tensor:
     """The integers of each row, in the order of the columns."""
-    found: torch.Tensor = integers(words, 4, 8 * words.shape[1]).unflatten(1, (-1, 8))[:, :, _AWQ_ORDER]
-    return found.flatten(1)
+    # A word holds columns 0, 2, 4, 6, 1, 3, 5, 7. Moved by views: a list of them would be copied to a GPU in each step.
+    found: torch.Tensor = integers(words, 4, 8 * words.shape[1]).unflatten(1, (-1, 2, 4))
+    return found.mT.flatten(1)
 
 
 def _pairs(data: torch.Tensor, table: torch.Tensor) -> torch.Tensor:

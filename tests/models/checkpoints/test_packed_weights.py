@@ -371,7 +371,7 @@ CHANGES: Any = st.one_of(
             lambda tensor: tensor[None],
             lambda tensor: tensor.T.contiguous() if tensor.ndim == 2 else tensor,
             lambda tensor: torch.cat([tensor, tensor]) if tensor.ndim else tensor,
-            lambda tensor: tensor.view(UINT8) if tensor.ndim else tensor,
+            lambda tensor: tensor.clone(memory_format=torch.contiguous_format).view(UINT8) if tensor.ndim else tensor,
             lambda tensor: torch.full_like(tensor.float(), -1).to(tensor.dtype),
         ]
     ),
