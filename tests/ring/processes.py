@@ -23,11 +23,15 @@ def know_speed(folder: Path, device: str, threads: int | None) -> Path:
 
 
 class WorkerProcess:
-    """A `swarm worker`, which can be killed and started again in the same folder."""
+    """A `swarm worker`, which can be killed and started again in the same folder.
 
-    def __init__(self, folder: Path, name: str) -> None:
+    Args:
+        measures: it measures this device's speed, as where nothing was ever started.
+    """
+
+    def __init__(self, folder: Path, name: str, measures: bool = False) -> None:
         self.line = ""
-        self.folder = know_speed(folder / name, "auto", 1)
+        self.folder = folder / name if measures else know_speed(folder / name, "auto", 1)
         self._name = name
         self._temporary = folder / "tmp"  # short-lived sockets and folders, also of those that are killed
         self._temporary.mkdir(exist_ok=True)

@@ -39,7 +39,7 @@ class Machines:
         self.model = make_checkpoint("llama", folder / "model")
         local = AutoModelForCausalLM.from_pretrained(self.model)
         self.expected = local.generate(PROMPTS, max_new_tokens=NEW_TOKENS, do_sample=False)
-        self.workers = [WorkerProcess(folder, name) for name in ("a", "b")]
+        self.workers = [WorkerProcess(folder, "a", measures=True), WorkerProcess(folder, "b")]
 
     @property
     def lines(self) -> list[str]:

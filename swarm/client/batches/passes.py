@@ -117,7 +117,7 @@ class Rerouter:
             self._planner.report_failure(peer_id, error)
             logger.info("%s; trying another server", error)
         self._tries += 1
-        is_last_try = self._tries >= MIN_ROUTES_TRIED and self._waiting.is_over
+        is_last_try = self._tries >= MIN_ROUTES_TRIED and self._waiting.is_over(error)
         try:
             hops = await self.find_hops(span)
         except MissingBlocks:

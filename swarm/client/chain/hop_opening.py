@@ -25,12 +25,14 @@ class CacheContents:
         done: number of the last step that is replayed.
         upcoming: number of the step that will be delivered next; steps between these two are void.
         epoch: of that step, unless it begins one.
+        rows: of that step: a server without room for them is no replacement.
     """
 
     history: InputHistory = field(default_factory=InputHistory)
     done: int = NO_STEP
     upcoming: int = 0
     epoch: int = 0
+    rows: int = 1
 
 
 class HopOpener:
@@ -75,16 +77,16 @@ class HopOpener:
                     self._blame_refusers()
                     return hops
                 tries += 1
-                if tries >= MIN_ROUTES_TRIED and wait.is_over:
+                if tries >= MIN_ROUTES_TRIED and wait.is_over(last_error):
                     raise last_error
             except MissingBlocks as missing:
                 is_over = missing.all_wrong and isinstance(last_error, NotFiniteOutputs)
                 if last_error is not None and (is_over or not is_worth_another_server(last_error)):
                     self._refusers.clear()
                     raise last_error from None  # waiting makes no server larger, and no number smaller
-                if isinstance(last_error, CacheFull) and wait.is_over:
+                if isinstance(last_error, CacheFull) and wait.is_over(last_error):
                     raise last_error from None
-                await wait.wait(missing)
+                await wait.wait(missing, last_error)
 
     async def prepare(self, route: Route, contents: CacheContents) -> tuple[list[HopSession], RemoteError | None]:
         """Hops over a route, with their caches filled, and None; or why that failed, all closed again."""
@@ -94,7 +96,7 @@ class HopOpener:
             for hop, history in zip(route.hops, histories, strict=True)
         ]
         try:
-            error = await self._open_all(hops)
+            error = await self._open_all(hops, contents.rows)
             if error is None and (failed := await self.replay(hops, contents)) is not None:
                 error = self.report_failure(*failed)
         except BaseException:  # also when the user interrupts
@@ -107,10 +109,10 @@ class HopOpener:
             self._routes.report_success(hop.peer_id)
         return hops, None
 
-    async def _open_all(self, hops: Sequence[HopSession]) -> RemoteError | None:
+    async def _open_all(self, hops: Sequence[HopSession], rows: int) -> RemoteError | None:
         """Open all hops at once; why one of them could not be opened, or None."""
         error: RemoteError | None = None
-        results = await asyncio.gather(*(hop.open() for hop in hops), return_exceptions=True)
+        results = await asyncio.gather(*(hop.open(rows) for hop in hops), return_exceptions=True)
         for hop, result in zip(hops, results, strict=True):
             if isinstance(result, RemoteError):
                 error = self.report_failure(hop, result)

@@ -141,8 +141,8 @@ class HopSession:
         """Whether it has neither failed nor been misled."""
         return not self.misled and self.progress.error is None
 
-    async def open(self) -> int:
-        """Connect and reserve cache space; the number that the server expects of the next step.
+    async def open(self, rows: int = 1) -> int:
+        """Connect and reserve cache space for some rows; the number that the server expects of the next step.
 
         Called again, it continues the session at the server if that still knows it. Raises `PeerLost`, `PeerTimeout`,
         `ProtocolViolation`, or the `RemoteError` with which the server refuses.
@@ -158,6 +158,7 @@ class HopSession:
             wait_timeout_s=CACHE_WAIT_S,
             adapters=adapter.adapter.digests(self.hop.span),
             early_exits=self._context.early_exits,
+            sequences=rows,
         )
         began = time.perf_counter()
         async with ReplyDeadline(self.hop, min(OPEN_TIMEOUT_S, options.timeout) + adapter.upload_timeout(self.hop)):

@@ -11,7 +11,7 @@ from typing import Protocol, TypeVar
 from swarm.client.routes.events import BlocksMissing, EventListener, ignore_events
 from swarm.common.dtypes import not_finite_help
 from swarm.data_structures import Hop, Route, Span
-from swarm.errors import AdapterRefused, MissingBlocks, NotFiniteOutputs, TooLong, WrongDtype, sanitize_text
+from swarm.errors import AdapterRefused, CacheFull, MissingBlocks, NotFiniteOutputs, TooLong, WrongDtype, sanitize_text
 from swarm.routing.router import Alternative
 
 logger = logging.getLogger(__name__)
@@ -20,6 +20,9 @@ T = TypeVar("T")
 
 REFRESH_PERIOD_S = 1.0
 """Seconds between looks for new servers while blocks are missing."""
+
+MAX_WAIT_FOR_ROOM_S = 60.0
+"""Seconds that a session waits for room in the caches of servers, however long it would wait for missing blocks."""
 
 MIN_ROUTES_TRIED = 3
 """Routes that are tried at least, however short the time-out for missing blocks is."""
@@ -80,18 +83,20 @@ class RouteSource(Protocol):
 
 
 class MissingBlocksWait:
-    """Waits for servers of missing blocks, for `RouteSource.missing_blocks_timeout` seconds from its making on."""
+    """Waits for servers of missing blocks, for `RouteSource.missing_blocks_timeout` seconds from its making on.
+
+    Servers that are there but full are waited for no longer than `MAX_WAIT_FOR_ROOM_S`.
+    """
 
     def __init__(self, routes: RouteSource, emit: EventListener = ignore_events) -> None:
         self._routes = routes
         self._emit = emit
-        self._deadline = time.perf_counter() + routes.missing_blocks_timeout
+        self._began = time.perf_counter()
         self._announced = False
 
-    @property
-    def is_over(self) -> bool:
-        """Whether the time is over."""
-        return time.perf_counter() >= self._deadline
+    def is_over(self, error: Exception | None = None) -> bool:
+        """Whether to give up. `error`: why the servers that were tried could not be used."""
+        return time.perf_counter() >= self._began + self._limit(error)
 
     async def retry(self, attempt: Callable[[], Awaitable[T]]) -> T:
         """The result of `attempt`, which is repeated while it raises `MissingBlocks`, until the time is over."""
@@ -101,16 +106,21 @@ class MissingBlocksWait:
             except MissingBlocks as missing:
                 await self.wait(missing)
 
-    async def wait(self, missing: MissingBlocks) -> None:
+    async def wait(self, missing: MissingBlocks, error: Exception | None = None) -> None:
         """Wait a little and refresh the view of the swarm. Raises `missing` when the time is over."""
-        if self.is_over:
+        if self.is_over(error):
             raise missing from None
+        limit = self._limit(error)
         if not self._announced:
-            logger.warning("%s Waiting up to %.0f s.", missing, self._routes.missing_blocks_timeout)
+            logger.warning("%s Waiting up to %.0f s.", missing, limit)
             self._emit(BlocksMissing(missing.blocks))
             self._announced = True
-        await asyncio.sleep(min(REFRESH_PERIOD_S, max(0.0, self._deadline - time.perf_counter())))
+        await asyncio.sleep(min(REFRESH_PERIOD_S, max(0.0, self._began + limit - time.perf_counter())))
         await self._routes.refresh()
+
+    def _limit(self, error: Exception | None) -> float:
+        limit = self._routes.missing_blocks_timeout
+        return min(limit, MAX_WAIT_FOR_ROOM_S) if isinstance(error, CacheFull) else limit
 
 
 def not_finite(hop: Hop) -> NotFiniteOutputs:

@@ -450,6 +450,22 @@ def test_a_server_without_room_for_more_rows(span_model, name):
     disturb(span_model, act)
 
 
+def test_room_for_more_rows_is_waited_for_but_not_as_long_as_for_blocks(span_model):
+    async def act(swarm, talk):
+        pool = swarm.servers["b"].sessions._pool
+        pool.capacity = pool.quota = 2 * 64  # two rows
+        began = now()
+        with pytest.raises(CacheFull, match="192 tokens of attention cache are needed"):
+            await talk.step(StepLayout((4, 4, 4), (1, 1, 1), (0, 1, 1)))
+        assert 60 <= now() - began < 90
+
+        pool.capacity = pool.quota = 3 * 64
+        await talk.chain.resume()
+        await talk.step(StepLayout((4, 4, 4), (1, 1, 1), (0, 1, 1)))
+
+    disturb(span_model, act, ONCE, missing_blocks_timeout=1800)
+
+
 @pytest.mark.parametrize("name", ["a", "b"])
 @pytest.mark.parametrize("amid", [True, False])
 def test_a_server_that_leaves(span_model, name, amid):
