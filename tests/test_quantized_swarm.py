@@ -10,7 +10,7 @@ from swarm.errors import InvalidOption
 from swarm.models.checkpoints.checkpoint import open_checkpoint
 from swarm.models.execution.session_cache import SessionCache
 from swarm.models.loading.span_loading import load_span
-from swarm.models.weights.quantization import INT8, NF4, form_for_device
+from swarm.models.weights.quantization import INT4, INT8, NF4, form_for_device
 from swarm.server.memory_budget import resolve_device
 from tests.swarms import TestSwarm, run_client, run_swarm
 
@@ -19,7 +19,7 @@ BLOCKS = 12
 DEVICE = resolve_device("auto")
 FOUR_BITS = form_for_device(DEVICE, NF4)
 """What servers on this machine hold: nf4 on a CPU is int4, and says so."""
-OTHER = ({"int4", NF4} - {FOUR_BITS}).pop()
+OTHER = NF4 if FOUR_BITS == INT4 else INT4
 
 
 @pytest.fixture(scope="module")

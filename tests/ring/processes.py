@@ -26,7 +26,7 @@ class WorkerProcess:
     """A `swarm worker`, which can be killed and started again in the same folder.
 
     Args:
-        measures: it measures this device's speed, as where nothing was ever started.
+        measures: whether it measures the device's speed itself, as a new worker does.
     """
 
     def __init__(self, folder: Path, name: str, measures: bool = False) -> None:

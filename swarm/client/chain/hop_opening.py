@@ -25,7 +25,7 @@ class CacheContents:
         done: number of the last step that is replayed.
         upcoming: number of the step that will be delivered next; steps between these two are void.
         epoch: of that step, unless it begins one.
-        rows: of that step: a server without room for them is no replacement.
+        rows: sequences for which cache is reserved at once; the steps that follow bring as many.
     """
 
     history: InputHistory = field(default_factory=InputHistory)

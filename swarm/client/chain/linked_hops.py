@@ -93,7 +93,7 @@ class LinkedHops:
         self._opener = HopOpener(context, on_reply, on_change)
         contents, stop_pushes = weak_callback(self._contents), weak_callback(self.stop_pushes_to)
         self.standbys = Standbys(context, self._opener, contents, on_change, stop_pushes)
-        self._rows = self._most_rows = 1  # of the last step, and of all
+        self._rows = 1
         self._alarm = Alarm()  # ends `wait`
         self._refuser: tuple[str, Exception] | None = None
         """A server that refused a step as one that every server would refuse, and why. Another one is asked now."""
@@ -152,9 +152,8 @@ class LinkedHops:
 
     async def allow_rows(self, rows: int) -> None:
         """Let all servers push steps of so many rows. A server takes no more from another one than its client says."""
-        self._rows = rows
-        if rows > self._most_rows:
-            self._most_rows = rows
+        if rows > self._rows:
+            self._rows = rows
             await asyncio.gather(*(hop.allow_rows(rows) for hop in self.hops))
 
     @property
@@ -189,7 +188,7 @@ class LinkedHops:
                 before = None
             if after is not None and not self._may_push(hop, after):
                 after = None
-            await hop.link(before, after, self._most_rows)
+            await hop.link(before, after, self._rows)
 
     def _may_push(self, before: HopSession, after: HopSession) -> bool:
         # No server connects to itself.
@@ -497,4 +496,5 @@ class LinkedHops:
         hops = self.hops[which.start : which.stop]
         checked = min(checked_up_to(hop) for hop in self.hops[: which.stop])
         done = min(self.refillable, hops[0].progress.received, checked, *(hop.progress.replied for hop in hops))
-        return CacheContents(hops[0].history, done, *self._under_way.upcoming(done), self._rows)
+        upcoming, epoch = self._under_way.upcoming(done)
+        return CacheContents(hops[0].history, done, upcoming, epoch, self._under_way.rows(done))

@@ -63,6 +63,10 @@ class StepsUnderWay:
         step = next((step for number, step in self.steps.items() if number > done), None)
         return (step.number, step.epoch) if step is not None else (self.next_number, self.epoch)
 
+    def rows(self, done: int) -> int:
+        """The most rows of a step after number `done`; 1 if there is none."""
+        return max((step.layout.sequences for number, step in self.steps.items() if number > done), default=1)
+
     def give_up_after(self, after: int) -> list[Step]:
         """Take out the steps behind number `after`."""
         self._lengths = None

@@ -302,7 +302,7 @@ def integers(words: torch.Tensor, bits: int, count: int) -> torch.Tensor:
 
 def awq_columns(words: torch.Tensor) -> torch.Tensor:
     """The integers of each row, in the order of the columns."""
-    # A word holds columns 0, 2, 4, 6, 1, 3, 5, 7. Moved by views: a list of them would be copied to a GPU in each step.
+    # A word holds columns 0, 2, 4, 6, 1, 3, 5, 7. Views, because a list of indices would be copied to a GPU each time.
     found: torch.Tensor = integers(words, 4, 8 * words.shape[1]).unflatten(1, (-1, 2, 4))
     return found.mT.flatten(1)
 

@@ -150,7 +150,9 @@ def _read(path: Path) -> _KeptSpeed | None:
 
 async def _measure(device: str, threads: int | None) -> DeviceSpeed:
     command = bound_command("swarm.ring.worker.device_measurement", "--device", device)
-    environment = {**os.environ, **({} if threads is None else {"OMP_NUM_THREADS": str(threads)})}
+    environment = dict(os.environ)  # uvloop takes no other mapping
+    if threads is not None:
+        environment["OMP_NUM_THREADS"] = str(threads)
     pipe = asyncio.subprocess.PIPE
     process = await asyncio.create_subprocess_exec(*command, env=environment, stdin=pipe, stdout=pipe, stderr=pipe)
     assert process.stdin is not None

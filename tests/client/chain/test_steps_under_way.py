@@ -57,6 +57,9 @@ def test_what_comes_next():
     assert [steps.upcoming(done) for done in (-1, 0, 1, 2)] == [(0, 0), (1, 0), (2, 2), (3, 2)]
     steps.forget(1)
     assert list(steps.steps) == [2]
+    hidden, _ = part(0, 3)
+    steps.add([(hidden, StepLayout((2, 2, 2), (1, 1, 1), (0, 0, 0)))])
+    assert [steps.rows(done) for done in (1, 2, 3)] == [3, 3, 1]
 
 
 def test_a_step_keeps_where_its_token_may_leave():
