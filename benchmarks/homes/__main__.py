@@ -3,7 +3,8 @@
     python -m benchmarks.homes [--starts 10] [--homes 30] [--tokens 200]
 
 Prints three tables: the time from the start of a home server to the first token of a client elsewhere; milliseconds a
-token over relays, beside the same chain of servers that are dialed directly; and how homes spread over five relays.
+token between homes, by hole punching and over relays, beside the same chain of servers that are dialed directly; and
+how homes spread over five relays.
 The model is the demo model, in fp32, greedy. Every text is compared with that of the local model.
 """
 
@@ -20,7 +21,7 @@ import psutil
 from benchmarks.common import machine
 from swarm.models.checkpoints.checkpoint import DEMO_FOLDER
 from tests.disturbances import demo_prompt, demo_text
-from tests.homes.laboratory import Host
+from tests.homes.laboratory import Host, Nat
 from tests.homes.processes import HomesSwarm, run_homes
 
 PROMPT = demo_prompt()
@@ -29,6 +30,13 @@ SETTLE_S = 120.0
 """For homes that did not get a place at once."""
 
 RELAYS_SAID = re.compile(r"reached through relays \(([^)]*)\)")
+_CHAINS = {
+    "both dialed directly": None,
+    "two homes, connected directly": Nat.USUAL,
+    "two homes with random ports": Nat.SYMMETRIC,
+}
+"""What the routers of the servers' homes do, if they have any."""
+
 LOADED_SAID = re.compile(r"Loaded: .* in ([0-9.]+) s")
 
 
@@ -72,28 +80,30 @@ def _starts(count: int) -> str:
 
 
 def _chains(tokens: int) -> str:
-    """Two servers hold a half each: both on the Internet, or both at home; and clients in several places."""
+    """Two servers hold a half each: both on the Internet, or both at home; and clients in several places.
+
+    Where the servers' routers choose random ports, relays carry what comes from another home.
+    """
     rows = []
-    for at_home in (False, True):
+    for where, nat in _CHAINS.items():
         with run_homes(DEMO_FOLDER) as homes:
             homes.bootstrap(homes.lab.host("boot", 2))
             away, third = homes.lab.host("away", 3), homes.lab.home("c", 12).machine
-            places = [_place(homes, name, number, at_home) for name, number in (("a", 10), ("b", 11))]
+            places = [_place(homes, name, number, nat) for name, number in (("a", 10), ("b", 11))]
             for server in [homes.server(places[0], "0:6"), homes.server(places[1], "6:12")]:
                 server.wait_ready()
             clients = {"on the Internet": away, "in a third home": third}
-            if at_home:
+            if nat is not None:
                 clients["in the first server's home"] = places[0]
             for name, host in clients.items():
                 written = homes.client(host).write(PROMPT[0].tolist(), tokens)
                 assert written.tokens == demo_text(PROMPT, tokens), "another text"
-                where = "two homes, relayed" if at_home else "both dialed directly"
                 rows.append(f"| {where} | {name} | {written.seconds_a_token * 1000:.1f} |")
     return "\n| servers | client | ms a token (median) |\n| --- | --- | --- |\n" + "\n".join(rows)
 
 
-def _place(homes: HomesSwarm, name: str, number: int, at_home: bool) -> Host:
-    return homes.lab.home(name, number).machine if at_home else homes.lab.host(name, number)
+def _place(homes: HomesSwarm, name: str, number: int, nat: Nat | None) -> Host:
+    return homes.lab.home(name, number, nat=nat).machine if nat is not None else homes.lab.host(name, number)
 
 
 def _spread(count: int) -> str:

@@ -53,6 +53,7 @@ class DaemonOptions:
         identity_path: file of its key; None for a temporary one.
         relayed_peers: peers that may hold a place at its relay; 0 for no relay.
         is_local: it is reached from this machine only, or does not listen at all.
+        is_client: it serves nothing, even if it listens.
         relay_limits: other limits of the relay than the usual ones, by the daemon's own names.
         asks_others: whether it asks the peers that it knows where another one is, if it cannot dial it as told.
     """
@@ -64,6 +65,7 @@ class DaemonOptions:
     check_identity: bool = False
     relayed_peers: int = 0
     is_local: bool = True
+    is_client: bool = False
     relay_limits: Mapping[str, object] = field(default_factory=dict)
     asks_others: bool = True
 
@@ -151,6 +153,7 @@ async def _start_one(options: DaemonOptions, folder: Path, lock: DhtLock | None)
             return await lock.call(lambda: call(peer_id, name, request, kind), request, self.peer_id, peer_id)
 
     listens = bool(options.host_maddrs)
+    serves = listens and not options.is_client
     try:
         p2p = await Daemon.create(
             initial_peers=list(options.initial_peers) or None,
@@ -159,8 +162,8 @@ async def _start_one(options: DaemonOptions, folder: Path, lock: DhtLock | None)
             identity_path=str(options.identity_path) if options.identity_path is not None else None,
             check_if_identity_free=options.check_identity,
             no_listen=not listens,
-            dht_mode="none" if not options.asks_others else "server" if listens else "client",
-            force_reachability="public" if listens and not options.is_local else None,
+            dht_mode="none" if not options.asks_others else "server" if serves else "client",
+            force_reachability="private" if options.is_client else "public" if not options.is_local else None,
             use_auto_relay=False,
             auto_nat=False,
             nat_port_map=not options.is_local,

@@ -51,6 +51,8 @@ FLUSH_DELAY_S = 0.1
 
 DHT_SHUTDOWN_TIMEOUT_S = 1.0
 
+ANY_PORT = ("/ip4/0.0.0.0/tcp/0",)
+
 RELAYED_PEERS = 64
 """How many peers behind routers a peer relays for, unless it is told otherwise."""
 
@@ -87,6 +89,12 @@ class P2PConfig:
     def is_local(self) -> bool:
         """Whether this peer is reached from its own machine only, or not at all."""
         return self.is_client or addresses.is_loopback(self.host_maddrs)
+
+    @property
+    def dials_from_one_port(self) -> bool:
+        """Whether this is a client that may use servers behind routers: its daemon listens, so that all its connections
+        come from one port, which hole punching needs."""
+        return self.is_client and not addresses.is_loopback(self.initial_peers)
 
     @property
     def relayed_peers(self) -> int:
@@ -169,8 +177,11 @@ class Peer:
             reach = _make_reach(config, p2p, dht, streams, book)
             streams.on_unreachable = reach.notices.tell
             streams.outside_known = reach.known
+            if not config.is_local or config.dials_from_one_port:
+                streams.puncher = reach.puncher
             if not config.is_client:
-                await streams.answer_dial_back(DialBack(reach.dialer, reach.notices.receive).serve)
+                dial_back = DialBack(reach.dialer, reach.notices.receive, reach.puncher)
+                await streams.answer_dial_back(dial_back.serve)
             stack.pop_all()
             if config.membership is not None and not config.is_client:
                 logger.info("Private swarm: this peer is a member as %s", config.membership.certificate.describe())
@@ -200,12 +211,13 @@ class Peer:
         lock = DhtLock(gate.membership) if gate is not None else None
         options = DaemonOptions(
             initial_peers=config.initial_peers,
-            host_maddrs=config.host_maddrs,
+            host_maddrs=config.host_maddrs if not config.dials_from_one_port else ANY_PORT,
             announce_maddrs=config.announce_maddrs,
             identity_path=identity.path,
             check_identity=config.identity_path is not None,
             relayed_peers=config.relayed_peers,
             is_local=config.is_local,
+            is_client=config.is_client,
             relay_limits=config.relay_limits,
         )
         try:

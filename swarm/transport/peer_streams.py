@@ -22,6 +22,7 @@ from swarm.transport import daemon_streams
 from swarm.transport.members.gate import MemberGate
 from swarm.transport.reach.address_book import AddressBook
 from swarm.transport.reach.circuit import RELAY_PROTOCOL_ID
+from swarm.transport.reach.hole_punching import HolePuncher
 from swarm.transport.stream import FrameStream, Stream, StreamHandler
 
 logger = logging.getLogger(__name__)
@@ -57,6 +58,7 @@ class PeerStreams:
     Attributes:
         on_unreachable: called with the id of a peer that could not be dialed, or did not answer.
         outside_known: set once this peer has learned its outer address, or that no peer reports one.
+        puncher: connects to peers that cannot be dialed; None if this peer reaches others through relays only.
     """
 
     def __init__(self, p2p: P2P, gate: MemberGate | None, book: AddressBook) -> None:
@@ -66,6 +68,7 @@ class PeerStreams:
         self._handler: StreamHandler | None = None
         self.on_unreachable: Callable[[str], None] = lambda peer_id: None
         self.outside_known = asyncio.Event()
+        self.puncher: HolePuncher | None = None
         self._serving: set[asyncio.Task[None]] = set()
         self._opened: weakref.WeakSet[FrameStream] = weakref.WeakSet()
 
@@ -142,7 +145,9 @@ class PeerStreams:
                 async with asyncio.timeout(LAN_DIAL_TIMEOUT_S):
                     return await daemon_streams.connect(self._p2p, target, near)
         announced = self._book.addresses_of(peer_id)
-        if announced:
+        if self.puncher is not None and protocol != DIAL_BACK_PROTOCOL_ID and self._book.is_hidden(peer_id):
+            await self.puncher.connect(peer_id, announced, self._book.outer_host_of(peer_id))
+        elif announced:
             await daemon_streams.connect(self._p2p, target, list(map(Multiaddr, announced)))
 
     async def open_protocol(self, peer_id: str, protocol: str) -> FrameStream:

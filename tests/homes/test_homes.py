@@ -146,7 +146,7 @@ HIDDEN_BYTES = 192 * 4
 
 
 def test_machines_behind_one_router_use_no_relay_among_themselves_and_others_reach_them_all_the_same(homes):
-    boot, away = homes.lab.host("boot", 2), homes.lab.host("away", 3)
+    boot, away = homes.lab.host("boot", 2), homes.lab.home("b", 11, nat=Nat.SYMMETRIC).machine
     homes.bootstrap(boot)
     home = homes.lab.home("a", 10, machines=3)
     for server in [homes.server(home.machines[0], "0:6"), homes.server(home.machines[1], "6:12")]:

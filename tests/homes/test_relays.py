@@ -29,7 +29,7 @@ from swarm.transport.reach.dial_back import BURST_OF_NETWORK, ask
 from swarm.transport.reach.dialer import Dialer
 from swarm.transport.reach.relay_places import MAX_LOSSES
 from tests.disturbances import demo_prompt, demo_text
-from tests.homes.laboratory import Host, needs_root, received_bytes
+from tests.homes.laboratory import Host, Nat, needs_root, received_bytes
 from tests.homes.processes import EVERYWHERE, HomesSwarm, PeerAt, Process, relays_said
 from tests.infos import server_info
 from tests.server_process import prepare
@@ -52,7 +52,7 @@ class Relays:
             self.peers[host] = homes.bootstrap(host, host_maddrs=EVERYWHERE, relay_limits=limits)
         self.log = homes.log("server")
         self.server = homes.server(homes.lab.home("a", 10).machine, "0:12", self.log).wait_ready()
-        self.client = homes.client(homes.lab.host("away", 5))
+        self.client = homes.client(homes.lab.home("b", 11, nat=Nat.SYMMETRIC).machine)  # no hole can be punched
 
     def in_use(self) -> Host:
         """The relay by which the client and the home are connected, while a text is written."""

@@ -156,7 +156,8 @@ SERVER_MESSAGES: dict[type, st.SearchStrategy[messages.ServerMessage]] = {
 labels = st.text(st.characters(categories=["L", "N", "P", "Zs"]), max_size=256)
 nonces = st.binary(min_size=32, max_size=32)
 peers = st.from_regex(r"\A[1-9A-HJ-NP-Za-km-z]{1,128}\Z")
-addresses = st.lists(st.from_regex(r"\A/[!-~]{0,127}\Z"), max_size=MAX_ADDRESSES).map(tuple)
+address = st.from_regex(r"\A/[!-~]{0,127}\Z")
+addresses = st.lists(address, max_size=MAX_ADDRESSES).map(tuple)
 sizes = st.integers(0, 2**60)
 rates = st.floats(1, 1e18)
 block_numbers = st.integers(0, MAX_BLOCKS_PER_REQUEST)
@@ -229,6 +230,9 @@ REACHABILITY_MESSAGES: dict[type, st.SearchStrategy[messages.ReachabilityMessage
     ),
     messages.LookAgain: st.just(messages.LookAgain()),
     messages.ForgetConnections: st.just(messages.ForgetConnections()),
+    messages.PunchRequest: st.builds(messages.PunchRequest, peer_id=peers, reverse=st.booleans()),
+    messages.PunchReply: st.builds(messages.PunchReply, address=address),
+    messages.Punch: st.builds(messages.Punch, peer_id=peers, address=address, dial=st.booleans()),
     messages.Refusal: st.builds(messages.Refusal, code=names, message=st.text(max_size=2000)),
 }
 WEIGHTS_MESSAGES: dict[type, st.SearchStrategy[messages.WeightsMessage]] = {
@@ -385,6 +389,10 @@ REACHABILITY_OUTSIDE_OF_THE_SCHEMA = [
     ("notice about an id with a line break", ["UnreachableNotice", "QmRAa9\n"]),
     ("notice about what is not base58", ["UnreachableNotice", "0OIl"]),
     ("forget somebody else's connections", ["ForgetConnections", "peer"]),
+    ("punch at what is no address", ["Punch", "QmRAa9", "45.0.0.9", True]),
+    ("punch at too long an address", ["Punch", "QmRAa9", "/" + "a" * 128, True]),
+    ("reply with an address that has a line break", ["PunchReply", "/ip4\n"]),
+    ("request to punch for no peer", ["PunchRequest", "", True]),
 ]
 NO_MESSAGES = [
     ("empty", b""),

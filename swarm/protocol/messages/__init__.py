@@ -40,6 +40,9 @@ A peer that wants to be reached asks others over a protocol of its own:
     UnreachableNotice  ->                (a peer that cannot be dialed; nothing is answered)
     LookAgain          ->                (to that peer, by whoever has a connection to it; nothing is answered)
     ForgetConnections  ->                (to a relay, which closes its connections to the sender, and this stream)
+    PunchRequest       ->                (to a relay: a peer that the sender wants to be connected to directly)
+                       <-                PunchReply | Refusal
+    Punch              ->                (to that peer, by the relay; nothing is answered)
 
 A ring's starter and its workers talk over a protocol of their own (`swarm.ring`):
 
@@ -115,6 +118,9 @@ from swarm.protocol.messages.peers import (
     PairRequest,
     PartData,
     PartsFound,
+    Punch,
+    PunchReply,
+    PunchRequest,
     Release,
     Released,
     StillHere,
@@ -203,6 +209,9 @@ __all__ = [
     "PartsFound",
     "ProbeReply",
     "ProbeRequest",
+    "Punch",
+    "PunchReply",
+    "PunchRequest",
     "PushRequest",
     "PutAdapters",
     "ReachabilityMessage",
@@ -277,7 +286,17 @@ ServerMessage = (
     | Refusal
 )
 HandshakeMessage = MemberChallenge | MemberProof | NewerRevocations | Refusal
-ReachabilityMessage = DialBackRequest | DialBackReply | UnreachableNotice | LookAgain | ForgetConnections | Refusal
+ReachabilityMessage = (
+    DialBackRequest
+    | DialBackReply
+    | UnreachableNotice
+    | LookAgain
+    | ForgetConnections
+    | PunchRequest
+    | PunchReply
+    | Punch
+    | Refusal
+)
 WorkerMessage = (
     WorkerChallenge
     | PairRequest

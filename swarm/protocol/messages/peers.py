@@ -67,6 +67,35 @@ class ForgetConnections(Message, frozen=True):
     """Tell a relay to close all its connections to this peer, because this one has lost some of them."""
 
 
+class PunchRequest(Message, frozen=True):
+    """Ask a relay where a peer that has a place there comes from, and to tell that peer where this one does.
+
+    Attributes:
+        reverse: whether that peer is to dial this one.
+    """
+
+    peer_id: PeerId
+    reverse: bool
+
+
+class PunchReply(Message, frozen=True):
+    """Where that peer can be dialed now."""
+
+    address: Address
+
+
+class Punch(Message, frozen=True):
+    """Tell a peer that another one, which comes from this address, wants to be connected to it.
+
+    Attributes:
+        dial: whether the peer that is told is to dial. If not, the other one does.
+    """
+
+    peer_id: PeerId
+    address: Address
+    dial: bool
+
+
 class DialBackReply(Message, frozen=True):
     """That address, and the ports at which the asking peer, and no other, has answered."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 
 from swarm.data_structures import Whereabouts
+from swarm.transport.addresses import is_circuit
 
 MAX_PEERS = 8192
 """Peers whose addresses are remembered; those of the peer that was learned of longest ago are forgotten first."""
@@ -37,6 +38,15 @@ class AddressBook:
     def addresses_of(self, peer_id: str) -> tuple[str, ...]:
         """The addresses at which this peer can dial another one, as far as it knows."""
         return self._whereabouts(peer_id).seen_from(self.outer_host)
+
+    def is_hidden(self, peer_id: str) -> bool:
+        """Whether a peer is announced at relays only."""
+        announced = self._whereabouts(peer_id).addresses
+        return bool(announced) and all(map(is_circuit, announced))
+
+    def outer_host_of(self, peer_id: str) -> str:
+        """IP address under which a peer says that it is seen."""
+        return self._whereabouts(peer_id).outer_host
 
     def lan_addresses_of(self, peer_id: str) -> tuple[str, ...]:
         """Those of them that are in the network of both."""

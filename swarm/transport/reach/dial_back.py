@@ -20,6 +20,7 @@ from swarm.protocol import messages
 from swarm.transport.addresses import is_ip
 from swarm.transport.dht.peer_networks import network_of_addresses
 from swarm.transport.reach.dialer import Dialer
+from swarm.transport.reach.hole_punching import HolePuncher
 from swarm.transport.reach.reach_estimate import DialReport, tcp_address
 from swarm.transport.stream import FrameStream
 
@@ -53,11 +54,18 @@ class DialBack:
     Args:
         dialer: dials.
         on_notice: called with a notice instead; see `Notices.receive`.
+        puncher: answers those who want to be connected to a peer that cannot be dialed; None if nobody does.
     """
 
-    def __init__(self, dialer: Dialer, on_notice: Callable[[Notice, str, str], Awaitable[None]] = _ignore) -> None:
+    def __init__(
+        self,
+        dialer: Dialer,
+        on_notice: Callable[[Notice, str, str], Awaitable[None]] = _ignore,
+        puncher: HolePuncher | None = None,
+    ) -> None:
         self._dialer = dialer
         self._on_notice = on_notice
+        self._puncher = puncher
         self._networks = TokenBuckets[str](BURST_OF_NETWORK, REFILL_OF_NETWORK_PER_S, MAX_NETWORKS)
         self._all = TokenBuckets[None](BURST, REFILL_PER_S, 1)
 
@@ -72,6 +80,14 @@ class DialBack:
         except TimeoutError:
             raise PeerLost(f"…{stream.peer_id[-6:]} did not say within {REQUEST_TIMEOUT_S:g} s what it wants") from None
         request = messages.decode_reachability(frame.header)
+        if self._puncher is not None:
+            address = self._puncher.real_address(address)
+            if isinstance(request, messages.PunchRequest):
+                await self._puncher.answer(request, stream, address)
+                return
+            if isinstance(request, messages.Punch):
+                self._puncher.receive(request, stream.peer_id)
+                return
         if isinstance(request, Notice):
             await self._on_notice(request, stream.peer_id, address)
             return

@@ -19,6 +19,7 @@ from swarm.transport import addresses
 from swarm.transport.reach.address_book import AddressBook
 from swarm.transport.reach.dial_back import ask
 from swarm.transport.reach.dialer import Dialer
+from swarm.transport.reach.hole_punching import HolePuncher
 from swarm.transport.reach.notices import Notices
 from swarm.transport.reach.reach_estimate import DialReport, Reach, ReachEstimate, judge
 from swarm.transport.reach.relay_choice import Relay
@@ -76,6 +77,7 @@ class Reachability:
         direct_addresses: its own that others can dial, as they have said or as they were given by hand.
         places: its places at relays.
         notices: what peers tell each other about those that cannot be dialed.
+        puncher: connects this peer directly to others where one of them, or both, cannot be dialed.
         relay_source: which peers relay, besides the initial peers.
         known: set when it is known for the first time whether and how this peer can be reached.
         changed: called after each change; see `whereabouts` and `is_reachable`.
@@ -97,6 +99,9 @@ class Reachability:
         self.dialer = Dialer()
         self.places = RelayPlaces(p2p, self.dialer, open_stream, self._relays, self._on_places_changed)
         self.notices = Notices(p2p, _ids(options.initial_peers), open_stream, self._on_notice)
+        self.puncher = HolePuncher(
+            p2p, open_stream, lambda: {relay.peer_id for relay in self.places.relays}, lambda: self.is_relayed
+        )
         self._p2p = p2p
         self._options = options
         self._open_stream = open_stream
@@ -200,6 +205,7 @@ class Reachability:
         await asyncio.gather(*tasks, return_exceptions=True)
         self.places.close()
         await self.notices.close()
+        await self.puncher.close()
         await self.dialer.close()
 
     async def _run(self) -> None:
