@@ -84,6 +84,16 @@ def _try_bind(address: str, parsed: Multiaddr, port: int, kind: socket.SocketKin
             ) from None
 
 
+def host_part(address: str) -> str:
+    """The IP address, or the name, with which a multiaddress begins."""
+    return address.split("/")[2]
+
+
+def port_part(address: str) -> int:
+    """The port of a direct address (`is_direct`)."""
+    return int(address.split("/")[4])
+
+
 def is_direct(address: str) -> bool:
     """Whether this is exactly the multiaddress of a TCP port of one machine, which is not this one for everybody."""
     parts = address.split("/")

@@ -39,6 +39,11 @@ async def connect(p2p: P2P, peer: PeerID, addresses: Sequence[Multiaddr]) -> Non
     writer.close()
 
 
+async def addresses_of(p2p: P2P, peer: PeerID) -> list[str]:
+    """Where the daemon's connections to a peer lead; empty if it has none. Raises the same as `open_stream`."""
+    return [str(address) for one in await p2p.list_peers() if one.peer_id == peer for address in one.addrs]
+
+
 async def _ask(p2p: P2P, request: p2pd_pb2.Request) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     """Ask the daemon over a socket of its own. Raises `ControlFailure` if it says no."""
     reader, writer = await p2p._client.control.daemon_connector.open_connection()

@@ -7,12 +7,12 @@ import re
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
 import torch
@@ -29,6 +29,8 @@ from tests.disturbances import greedy
 from tests.homes.laboratory import Host, Laboratory
 from tests.server_process import prepare
 from tests.swarms import FORKS, START_TIMEOUT, STOP_TIMEOUT, ServerProcess, TestSwarm, run_client
+
+T = TypeVar("T")
 
 EVERYWHERE = ("/ip4/0.0.0.0/tcp/0",)
 
@@ -226,6 +228,13 @@ class HomesSwarm:
         return started
 
 
+def run_on(host: Host, folder: str, work: Coroutine[Any, Any, T]) -> T:
+    """Run all that this process does, on a machine, with the swarm's folder."""
+    prepare(folder)
+    host.enter()
+    return uvloop.run(work)
+
+
 def relays_said(log: Path) -> list[set[str]]:
     """The relays through which a peer says in its log that it is reached, each time that it says so."""
     said = re.findall(r"This peer is reached through relays \(([^)]*)\)", log.read_text())
@@ -246,9 +255,7 @@ def run_homes(model: Path | str) -> Iterator[HomesSwarm]:
 
 
 def _run_peer(connection: Connection, folder: str, host: Host, config: P2PConfig) -> None:
-    prepare(folder)
-    host.enter()
-    uvloop.run(_be_a_peer(connection, config))
+    run_on(host, folder, _be_a_peer(connection, config))
 
 
 async def _be_a_peer(connection: Connection, config: P2PConfig) -> None:

@@ -7,15 +7,13 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import pytest
-import uvloop
 
 from swarm.dht.validation import AnnouncementValidator
 from swarm.transport.joining import join_network
 from swarm.transport.p2p import P2PConfig
 from tests.disturbances import demo_prompt, demo_text
 from tests.homes.laboratory import Host, Nat, needs_root, received_bytes
-from tests.homes.processes import EVERYWHERE, Process
-from tests.server_process import prepare
+from tests.homes.processes import EVERYWHERE, Process, run_on
 
 pytestmark = [pytest.mark.slow, needs_root]
 
@@ -60,9 +58,7 @@ def test_relays_carry_what_a_router_with_random_ports_keeps_apart(homes):
 
 def seek(connection: Connection, folder: str, host: Host, config: P2PConfig) -> None:
     """A peer that opens a stream to another one when it is told to, and says over which addresses it then has it."""
-    prepare(folder)
-    host.enter()
-    uvloop.run(_seek(connection, config))
+    run_on(host, folder, _seek(connection, config))
 
 
 async def _seek(connection: Connection, config: P2PConfig) -> None:

@@ -14,7 +14,6 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import pytest
-import uvloop
 from hivemind.p2p import P2PDaemonError
 
 from swarm.data_structures import ModelInfo, ServerInfo, ServerState
@@ -30,9 +29,8 @@ from swarm.transport.reach.dialer import Dialer
 from swarm.transport.reach.relay_places import MAX_LOSSES
 from tests.disturbances import demo_prompt, demo_text
 from tests.homes.laboratory import Host, Nat, needs_root, received_bytes
-from tests.homes.processes import EVERYWHERE, HomesSwarm, PeerAt, Process, relays_said
+from tests.homes.processes import EVERYWHERE, HomesSwarm, PeerAt, Process, relays_said, run_on
 from tests.infos import server_info
-from tests.server_process import prepare
 from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.slow, needs_root]
@@ -131,9 +129,7 @@ def run_bad_relay(
     connection: Connection, folder: str, host: Host, config: P2PConfig, badness: Badness, model: ModelInfo
 ) -> None:
     """The process of such a relay."""
-    prepare(folder)
-    host.enter()
-    uvloop.run(_be_a_bad_relay(connection, config, badness, model))
+    run_on(host, folder, _be_a_bad_relay(connection, config, badness, model))
 
 
 async def _be_a_bad_relay(connection: Connection, config: P2PConfig, badness: Badness, model: ModelInfo) -> None:
@@ -185,9 +181,7 @@ SETTLE_S = 60.0
 
 def dial_announced(connection: Connection, folder: str, host: Host, config: P2PConfig, peer_id: str) -> None:
     """Dial each address at which a server is announced, as a stranger; tell which answer, and which do not."""
-    prepare(folder)
-    host.enter()
-    connection.send(uvloop.run(_dial_announced(config, peer_id)))
+    connection.send(run_on(host, folder, _dial_announced(config, peer_id)))
 
 
 async def _dial_announced(config: P2PConfig, peer_id: str) -> dict[str, bool]:
@@ -269,9 +263,7 @@ def connections(host: Host) -> int:
 
 def flood(connection: Connection, folder: str, host: Host, config: P2PConfig) -> None:
     """Ask for many dials at once, and say what came of it."""
-    prepare(folder)
-    host.enter()
-    uvloop.run(_flood(connection, config))
+    run_on(host, folder, _flood(connection, config))
 
 
 async def _flood(connection: Connection, config: P2PConfig) -> None:

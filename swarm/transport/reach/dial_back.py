@@ -54,7 +54,7 @@ class DialBack:
     Args:
         dialer: dials.
         on_notice: called with a notice instead; see `Notices.receive`.
-        puncher: answers those who want to be connected to a peer that cannot be dialed; None if nobody does.
+        puncher: answers requests for hole punching; None to refuse them.
     """
 
     def __init__(

@@ -30,7 +30,7 @@ from swarm.common.token_buckets import TokenBuckets
 from swarm.errors import PeerLost, ProtocolViolation, RemoteError, RequestRefused, remote_error
 from swarm.protocol import messages
 from swarm.transport import daemon_streams
-from swarm.transport.addresses import is_circuit, is_direct, sort_by_reach
+from swarm.transport.addresses import host_part, is_circuit, is_direct, port_part, sort_by_reach
 from swarm.transport.dht.peer_networks import network_of_addresses
 from swarm.transport.reach.reach_estimate import tcp_address
 from swarm.transport.reach.relay_places import Heartbeat
@@ -171,7 +171,10 @@ class HolePuncher:
         background."""
         now = time.monotonic()
         if sender not in self._trusted_relays() or _public_address(message.address) is None:
-            logger.debug("…%s is no relay of this peer, or names an address that is not public", sender[-6:])
+            logger.debug(
+                "ignoring a request from …%s: it is not one of this peer's relays, or its address is not public",
+                sender[-6:],
+            )
         elif len(self._meetings) >= MAX_PUNCHED or self._told.left(None, now) < 1:
             logger.debug("no connection to %s: there are enough, or too many at once", message.address)
         else:
@@ -228,7 +231,7 @@ class HolePuncher:
                 raise remote_error(reply.code, reply.message)
             if not isinstance(reply, messages.PunchReply) or _public_address(reply.address) is None:
                 raise ProtocolViolation("it did not say where the peer comes from")
-            if _host(reply.address) != outer_host:
+            if host_part(reply.address) != outer_host:
                 raise ProtocolViolation("it sees the peer at another address than the peer itself announces")
         except (RemoteError, P2PDaemonError, OSError, TimeoutError, asyncio.IncompleteReadError) as error:
             logger.debug("relay …%s does not help to reach …%s directly: %s", relay[-6:], peer_id[-6:], error)
@@ -266,10 +269,9 @@ class HolePuncher:
         """Where the connections to a peer lead; empty if there is none."""
         try:
             async with asyncio.timeout(ASK_TIMEOUT_S):
-                peers = await self._p2p.list_peers()
-        except (P2PDaemonError, OSError, TimeoutError, asyncio.IncompleteReadError):
+                return await daemon_streams.addresses_of(self._p2p, PeerID.from_base58(peer_id))
+        except (P2PDaemonError, OSError, TimeoutError, ValueError, asyncio.IncompleteReadError):
             return []
-        return [str(address) for peer in peers if peer.peer_id.to_base58() == peer_id for address in peer.addrs]
 
     async def _be_dialed(self, peer_id: str, address: str, timeout_s: float) -> None:
         """Meet a peer that is going to dial this one; returns when it is connected, or should have been."""
@@ -303,7 +305,7 @@ class HolePuncher:
         """A TCP connection to a peer that is dialing this one; None if it does not come about."""
         try:
             async with asyncio.timeout(timeout_s):
-                port = _port(await self._listening_at())
+                port = port_part(await self._listening_at())
                 while True:
                     try:
                         return await _dial_from(port, address)
@@ -318,7 +320,7 @@ class HolePuncher:
         try:
             here = await self._listening_at()
             outer_ends = await asyncio.open_connection(sock=outer, limit=CHUNK_BYTES)
-            inner_ends = await asyncio.open_connection(_host(here), _port(here), limit=CHUNK_BYTES)
+            inner_ends = await asyncio.open_connection(host_part(here), port_part(here), limit=CHUNK_BYTES)
         except (P2PDaemonError, OSError, LookupError, asyncio.IncompleteReadError) as error:
             logger.debug("the connection to %s is of no use: %s", address, error)
             outer.close()
@@ -349,7 +351,7 @@ async def _dial_from(port: int, address: str) -> socket.socket:
         # Without the state of a closed connection, which would keep both from being connected again for a minute.
         dialing.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         dialing.bind(("", port))
-        await asyncio.get_running_loop().sock_connect(dialing, (_host(address), _port(address)))
+        await asyncio.get_running_loop().sock_connect(dialing, (host_part(address), port_part(address)))
     except BaseException:
         dialing.close()
         raise
@@ -373,14 +375,4 @@ def _public_address(address: str) -> str | None:
     direct = "/".join(address.split("/")[:5])
     if "p2p-circuit" in address or not direct.startswith("/ip4/") or not is_direct(direct):
         return None
-    return direct if ip_address(_host(direct)).is_global and _port(direct) >= MIN_PORT else None
-
-
-def _host(address: str) -> str:
-    """The IP address with which a multiaddress begins."""
-    return address.split("/")[2]
-
-
-def _port(address: str) -> int:
-    """The port of a direct address."""
-    return int(address.split("/")[4])
+    return direct if ip_address(host_part(direct)).is_global and port_part(direct) >= MIN_PORT else None

@@ -18,6 +18,7 @@ from multiaddr import Multiaddr
 from swarm.common.token_buckets import TokenBuckets
 from swarm.errors import RemoteError, RequestRefused
 from swarm.protocol import messages
+from swarm.transport import daemon_streams
 from swarm.transport.dht.peer_networks import network_of_addresses
 from swarm.transport.reach.dial_back import Notice, host_of
 from swarm.transport.reach.reach_estimate import tcp_address
@@ -129,8 +130,7 @@ class Notices:
 
     async def _is_connected_to(self, peer_id: str) -> bool:
         try:
-            target = PeerID.from_base58(peer_id)
             async with asyncio.timeout(NOTICE_TIMEOUT_S):
-                return any(peer.peer_id == target for peer in await self._p2p.list_peers())
+                return bool(await daemon_streams.addresses_of(self._p2p, PeerID.from_base58(peer_id)))
         except (P2PDaemonError, OSError, TimeoutError, asyncio.IncompleteReadError, ValueError):
             return False

@@ -290,7 +290,7 @@ class Reachability:
 
     def _is_denied(self, verdict: ReachEstimate) -> bool:
         """Whether the addresses given by hand are those that were dialed back in vain."""
-        hosts = {_host(address) for address in self._options.announced}
+        hosts = {addresses.host_part(address) for address in self._options.announced}
         return verdict.reach is Reach.HIDDEN and verdict.outer_host in hosts
 
     async def _hold_places(self) -> None:
@@ -331,20 +331,20 @@ class Reachability:
 
     def _own_hosts(self) -> set[str]:
         """The IP addresses of this machine."""
-        return {_host(address) for address in self._own}
+        return {addresses.host_part(address) for address in self._own}
 
     def _is_mapped(self) -> bool:
         """Whether a router forwards what is dialed, as it was set up by hand, or asked by the daemon."""
         if not set(self.direct_addresses) & {*self._own, *self._options.announced}:
             return True
-        outside = {_port(one) for one in self.direct_addresses if one.startswith("/ip4/")}
-        behind = {_port(one) for one in self._own if one.startswith("/ip4/") and addresses.is_lan(one)}
+        outside = {addresses.port_part(one) for one in self.direct_addresses if one.startswith("/ip4/")}
+        behind = {addresses.port_part(one) for one in self._own if one.startswith("/ip4/") and addresses.is_lan(one)}
         return bool(outside and behind) and not outside & behind
 
     def _ports_to_forward(self) -> list[int]:
         """The TCP ports of this machine at which it is reached if its router lets that in."""
         behind = [address for address in self._own if address.startswith("/ip4/") and addresses.is_lan(address)]
-        return list(dict.fromkeys(map(_port, behind))) or self._ports()
+        return list(dict.fromkeys(map(addresses.port_part, behind))) or self._ports()
 
     async def _own_addresses(self) -> tuple[str, ...]:
         """Where the daemon listens, and where the router forwards a port to it, without those of this machine only."""
@@ -375,16 +375,6 @@ class Reachability:
 def _ids(peers: Sequence[str]) -> list[str]:
     """The ids of the initial peers."""
     return [address.rpartition("/p2p/")[2] for address in peers]
-
-
-def _host(address: str) -> str:
-    """The IP address, or the name, with which a multiaddress begins."""
-    return address.split("/")[2]
-
-
-def _port(address: str) -> int:
-    """The port of a direct address."""
-    return int(address.rpartition("/")[2])
 
 
 def _bootstrap_relays(initial_peers: Sequence[str]) -> list[Relay]:

@@ -315,10 +315,9 @@ class RelayPlaces:
                 await daemon_streams.connect(self._p2p, target, [Multiaddr(relay.address)])
                 if is_direct(relay.address):
                     return relay
-                peers = await self._p2p.list_peers()
+                found = await daemon_streams.addresses_of(self._p2p, target)
         except (P2PDaemonError, OSError, TimeoutError, asyncio.IncompleteReadError) as error:
             raise PeerLost(f"relay …{relay.peer_id[-6:]} cannot be reached: {error or 'it does not answer'}") from None
-        found = (str(address) for peer in peers if peer.peer_id == target for address in peer.addrs)
         resolved = next(filter(is_direct, found), None)
         if resolved is None:
             raise PeerLost(f"relay …{relay.peer_id[-6:]} has no address that others could dial")

@@ -43,7 +43,7 @@ class World:
         self.notices = Notices(p2p, initial_peers, self._open, self._look)
 
     async def _list(self) -> list[Any]:
-        return [SimpleNamespace(peer_id=PeerID.from_base58(one)) for one in self.connected]
+        return [SimpleNamespace(peer_id=PeerID.from_base58(one), addrs=[FROM]) for one in self.connected]
 
     async def _drop(self, peer: PeerID) -> None:
         self.dropped.append(peer.to_base58())
