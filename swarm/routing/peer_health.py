@@ -28,8 +28,8 @@ MAX_STRIKES = 16
 MAX_KEPT_REASONS = 8
 
 RETRY_AFTER_S = 2.0
-"""Where no other server holds a block, one at home that could not be reached is tried again after this time: its router
-may have been away for a moment."""
+"""Where no other server holds a block, one at home that could not be reached, or was silent, is tried again after this
+time: its router may have been away for a moment."""
 
 DISTRUST_S = 1800.0
 """How long two servers are kept apart."""
@@ -159,12 +159,12 @@ class PeerHealth:
 
     def worth_a_try(self, now: float) -> frozenset[str]:
         """Ids of the banned peers that may be tried before their ban ends, if there is no other way: the last time
-        that they were used, they could not be reached."""
+        that they were used, nothing came from them."""
         return frozenset(
             peer_id
             for peer_id, record in self._records.items()
             if now < record.banned_until
-            and record.reasons[-1] is PeerFailure.UNREACHABLE
+            and record.reasons[-1] in (PeerFailure.UNREACHABLE, PeerFailure.TIMED_OUT)
             and now - record.failed_at >= RETRY_AFTER_S
         )
 

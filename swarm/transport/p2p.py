@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Awaitable, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from hivemind.p2p import P2P, P2PDaemonError, PeerID
@@ -41,6 +42,7 @@ from swarm.transport.peer_streams import PeerStreams
 from swarm.transport.process_folder import ProcessFolder
 from swarm.transport.reach.address_book import AddressBook
 from swarm.transport.reach.dial_back import DialBack
+from swarm.transport.reach.heartbeat import round_trip
 from swarm.transport.reach.reachability import Reachability, ReachOptions
 from swarm.transport.stream import Stream, StreamHandler
 
@@ -180,7 +182,7 @@ class Peer:
             if not config.is_local or config.dials_from_one_port:
                 streams.puncher = reach.puncher
             if not config.is_client:
-                dial_back = DialBack(reach.dialer, reach.notices.receive, reach.puncher)
+                dial_back = DialBack(reach.dialer, partial(round_trip, p2p), reach.notices.receive, reach.puncher)
                 await streams.answer_dial_back(dial_back.serve)
             stack.pop_all()
             if config.membership is not None and not config.is_client:

@@ -35,12 +35,15 @@ def test_dial_back_is_decided_without_an_error_of_others_and_only_the_sender_is_
     seen: Counter[str] = Counter()
 
     class Dials:
-        async def dial(self, peer_id: str, address: str) -> None:
+        async def dial(self, peer_id: str, address: str, timeout_s: float) -> None:
             seen["dialed"] += 1
             assert (peer_id, address.rpartition("/")[0]) == ("attacker", f"/ip4/{HOST}/tcp")
 
+    async def no_distance(peer_id: str) -> float:
+        return 0.0
+
     async def scenario() -> None:
-        random, answers = batch_random("frames", 1, 1), DialBack(Dials())
+        random, answers = batch_random("frames", 1, 1), DialBack(Dials(), no_distance)
         for _ in range(400):
             ours, theirs = stream_pair("attacker", "judge")
             ours._writer.write(dial_back_frame(random, PORT, PEERS))

@@ -111,6 +111,11 @@ class Home:
             run("ip", "addr", "replace", f"{self.router.address6}/64", "dev", "eth0", "nodad")
         self.router = Host(self.router.namespace, address, self.router.address6)
 
+    def limit_uplink(self, kbit_per_s: int) -> None:
+        """What the router sends takes so long, and waits up to a second before that, as at many homes."""
+        bucket = f"rate {kbit_per_s}kbit burst 8k latency 1s"
+        self.router.run("tc", "qdisc", "replace", "dev", "eth0", "root", "tbf", *bucket.split())
+
     def forward_port(self, port: int) -> None:
         """Forward a TCP port to the first machine, as somebody does on the router's page."""
         rule = f"iifname eth0 tcp dport {port} dnat to {self.machine.address}"

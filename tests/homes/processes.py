@@ -205,7 +205,7 @@ class HomesSwarm:
 
     def client(self, host: Host, **options: Any) -> ClientAt:
         """Start a client, and wait until it has loaded what it holds itself."""
-        options = {"wait_for_blocks": 10.0, **options}
+        options = {"wait_for_blocks": 60.0, **options}
         log = self.log(f"client-{len(self.clients)}")
         client = self.start_process(ClientAt, _run_client, host, self.swarm.model, self.swarm.bootstraps, options, log)
         client.log_file = log

@@ -14,6 +14,7 @@ from swarm.transport.p2p import P2PConfig
 from tests.disturbances import demo_prompt, demo_text
 from tests.homes.laboratory import Host, Nat, needs_root, received_bytes
 from tests.homes.processes import EVERYWHERE, Process, run_on
+from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.slow, needs_root]
 
@@ -68,7 +69,7 @@ async def _seek(connection: Connection, config: P2PConfig) -> None:
         await stream.discard_incoming()
 
     await peer.serve(serve)
-    await peer.reach.known.wait()
+    await asyncio.to_thread(wait_until, lambda: peer.reach.is_relayed and peer.reach.is_reachable)
     connection.send((peer.peer_id, peer.reach.whereabouts))
     peer_id, whereabouts = await asyncio.to_thread(connection.recv)
     peer._book.learn(peer_id, whereabouts)

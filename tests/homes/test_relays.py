@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from hivemind.p2p import P2PDaemonError
 
+from swarm.client.routes.events import RouteTaken
 from swarm.data_structures import ModelInfo, ServerInfo, ServerState
 from swarm.dht.announcer import Announcer
 from swarm.dht.directory import fetch_servers
@@ -91,6 +92,24 @@ def test_a_relay_ends_connections_by_its_limits(homes):
     assert not written.avoided
 
 
+def test_an_uplink_that_is_busy_for_seconds_costs_no_connection(homes):
+    """What is said on the connection to the relay waits for what is sent by it."""
+    homes.bootstrap(homes.lab.host("boot", 2))
+    log = homes.log("server")
+    places = [homes.lab.home(name, number, nat=Nat.SYMMETRIC) for name, number in (("a", 10), ("b", 11))]
+    homes.server(places[0].machine, "0:12", log).wait_ready()
+    client = homes.client(places[1].machine)
+    assert client.write(PROMPT[0].tolist(), 1).tokens == demo_text(PROMPT, 1)
+    for place in places:
+        place.limit_uplink(500)
+    written = client.write((PROMPT[0].tolist() * LONG)[:LONG], 1)
+    assert [type(event) for event in written.events] == [RouteTaken]
+    assert not client.reconnects
+    assert len(relays_said(log)) == 1, "it has lost its relay"
+
+
+LONG = 1000
+"""Tokens, of which each has 192 numbers of four bytes: 12 s at 500 kbit/s."""
 PERIOD_S = 5.0
 
 

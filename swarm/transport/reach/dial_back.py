@@ -19,15 +19,15 @@ from swarm.errors import DialerBusy, PeerLost, ProtocolViolation, RequestRefused
 from swarm.protocol import messages
 from swarm.transport.addresses import is_ip
 from swarm.transport.dht.peer_networks import network_of_addresses
-from swarm.transport.reach.dialer import Dialer
+from swarm.transport.reach.dialer import DIAL_TIMEOUT_S, Dialer, dial_seconds
 from swarm.transport.reach.hole_punching import HolePuncher
 from swarm.transport.reach.reach_estimate import DialReport, tcp_address
 from swarm.transport.stream import FrameStream
 
 logger = logging.getLogger(__name__)
 
-ASK_TIMEOUT_S = 8.0
-"""How long a peer may take to dial this one back. Each port may take it `DIAL_TIMEOUT_S`, all at the same time."""
+ASK_TIMEOUT_S = 12.0
+"""How long a peer may take to dial this one back. Each port may take it up to nine seconds, all at the same time."""
 
 REQUEST_TIMEOUT_S = 5.0
 """How long a peer that has opened a stream may take to say what it wants."""
@@ -53,6 +53,7 @@ class DialBack:
 
     Args:
         dialer: dials.
+        round_trip: how many seconds an echo of a peer takes.
         on_notice: called with a notice instead; see `Notices.receive`.
         puncher: answers requests for hole punching; None to refuse them.
     """
@@ -60,10 +61,12 @@ class DialBack:
     def __init__(
         self,
         dialer: Dialer,
+        round_trip: Callable[[str], Awaitable[float]],
         on_notice: Callable[[Notice, str, str], Awaitable[None]] = _ignore,
         puncher: HolePuncher | None = None,
     ) -> None:
         self._dialer = dialer
+        self._round_trip = round_trip
         self._on_notice = on_notice
         self._puncher = puncher
         self._networks = TokenBuckets[str](BURST_OF_NETWORK, REFILL_OF_NETWORK_PER_S, MAX_NETWORKS)
@@ -97,7 +100,10 @@ class DialBack:
             host = host_of(address)
             ports = list(dict.fromkeys(request.ports))
             self._charge(host, len(request.ports))
-            answers = await asyncio.gather(*(self._reaches(stream.peer_id, tcp_address(host, port)) for port in ports))
+            far_s = await self._round_trip(stream.peer_id) if ports else 0.0
+            seconds = dial_seconds(DIAL_TIMEOUT_S, far_s)
+            tries = (self._reaches(stream.peer_id, tcp_address(host, port), seconds) for port in ports)
+            answers = await asyncio.gather(*tries)
         except RequestRefused as refused:
             await stream.send(messages.refusal(refused))
             return
@@ -112,9 +118,9 @@ class DialBack:
         self._networks.take(network, ports, now)
         self._all.take(None, ports, now)
 
-    async def _reaches(self, peer_id: str, address: str) -> bool:
+    async def _reaches(self, peer_id: str, address: str, seconds: float) -> bool:
         try:
-            await self._dialer.dial(peer_id, address)
+            await self._dialer.dial(peer_id, address, seconds)
         except DialerBusy:
             raise RequestRefused("this peer is busy dialing others back; ask another peer") from None
         except PeerLost as error:

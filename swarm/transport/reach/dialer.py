@@ -26,11 +26,20 @@ logger = logging.getLogger(__name__)
 DIAL_TIMEOUT_S = 4.0
 """How long one address may take to answer."""
 
+ROUND_TRIPS, MAX_FAR_S = 5.0, 5.0
+"""Messages that are exchanged before a new connection can be used: TCP, encryption, multiplexing. What these take on
+their way comes on top, up to so many seconds: a satellite, or an uplink that is busy, is no closed door."""
+
 IDLE_S = 10.0
 """Daemons end when none of them has been used for so long."""
 
 MAX_DAEMONS = 4
 """Daemons at a time. Whoever needs one more waits until one is free, and is then its only user."""
+
+
+def dial_seconds(least_s: float, round_trip_s: float) -> float:
+    """How long a peer so far away may take to answer."""
+    return least_s + min(ROUND_TRIPS * round_trip_s, MAX_FAR_S)
 
 
 @dataclass

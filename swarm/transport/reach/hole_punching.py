@@ -32,8 +32,8 @@ from swarm.protocol import messages
 from swarm.transport import daemon_streams
 from swarm.transport.addresses import host_part, is_circuit, is_direct, port_part, sort_by_reach
 from swarm.transport.dht.peer_networks import network_of_addresses
+from swarm.transport.reach.heartbeat import BEAT_PERIOD_S, BEAT_TIMEOUT_S, Heartbeat
 from swarm.transport.reach.reach_estimate import tcp_address
-from swarm.transport.reach.relay_places import Heartbeat
 from swarm.transport.stream import FrameStream
 
 logger = logging.getLogger(__name__)
@@ -69,10 +69,6 @@ MAX_PUNCHED = 128
 
 MIN_PORT = 1024
 """Peers do not listen below it, so that no relay can have the services of strangers dialed there."""
-
-BEAT_PERIOD_S, BEAT_TIMEOUT_S = 2.0, 8.0
-"""How often a peer that is connected in this way has to echo something, and how long it may take. Its router may forget
-the connection, or get another address, and only silence tells. A slow uplink may be busy for seconds."""
 
 CHUNK_BYTES = 1 << 16
 

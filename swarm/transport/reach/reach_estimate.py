@@ -26,10 +26,12 @@ class DialReport:
     Attributes:
         host: IP address from which it saw this peer come.
         reached: the ports at which this peer has answered.
+        is_trusted: whether it is an initial peer, which whoever runs this peer has chosen.
     """
 
     host: str
     reached: frozenset[int]
+    is_trusted: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +52,9 @@ class ReachEstimate:
 def judge(reports: Sequence[DialReport], ports: Sequence[int], own_hosts: Collection[str] = ()) -> ReachEstimate:
     """Weigh the reports: a port counts as open if at least half of those who tried it say so.
 
+    Where a trusted peer has reached this one, only reports of trusted ones count. Otherwise strangers, who may be many,
+    could have it withdraw.
+
     IPv4 and IPv6 are weighed apart, because a router may let in what comes by one of them only; of each, the address
     counts that most have seen. An IPv6 address has to be this machine's own, so that one liar cannot make it up. Peers
     in the same local network dial another address than strangers do. Where some see this peer come from a public
@@ -67,6 +72,9 @@ def judge(reports: Sequence[DialReport], ports: Sequence[int], own_hosts: Collec
     hosts: list[str] = []
     for version in (4, 6):
         same = [report for report in counted if ip_address(report.host).version == version]
+        trusted = [report for report in same if report.is_trusted]
+        if any(report.reached for report in trusted):
+            same = trusted
         if same:
             host, _ = Counter(report.host for report in same).most_common(1)[0]
             hosts.append(host)

@@ -7,7 +7,7 @@ import logging
 import random
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hivemind.p2p import P2P, P2PDaemonError
 from multiaddr import Multiaddr
@@ -247,7 +247,7 @@ class Reachability:
         try:
             stream = await self._open_stream(peer_id)
             try:
-                return await ask(stream, ports)
+                return replace(await ask(stream, ports), is_trusted=peer_id in _ids(self._options.initial_peers))
             finally:
                 stream.close()
         except RemoteError as error:
@@ -273,7 +273,8 @@ class Reachability:
         elif self._holding is not None:
             self._holding.cancel()
             self._holding = None
-        await self._serve_dht(self.reach is Reach.DIRECT)
+        # The first peer of a swarm is the one by which others find the swarm, whatever strangers say of it.
+        await self._serve_dht(self.reach is Reach.DIRECT or not self._options.initial_peers)
         self.known.set()
         self._tell_if_changed()
 

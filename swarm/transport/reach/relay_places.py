@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import os
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
@@ -19,23 +18,15 @@ from swarm.protocol import messages
 from swarm.transport import daemon_streams
 from swarm.transport.addresses import is_direct
 from swarm.transport.reach.circuit import ask_for_place
-from swarm.transport.reach.dialer import Dialer
+from swarm.transport.reach.dialer import Dialer, dial_seconds
+from swarm.transport.reach.heartbeat import BEAT_PERIOD_S, BEAT_TIMEOUT_S, Heartbeat
 from swarm.transport.reach.relay_choice import PLACES, Relay, order_to_ask
 from swarm.transport.stream import FrameStream
 
 logger = logging.getLogger(__name__)
 
-PING_PROTOCOL_ID = "/ipfs/ping/1.0.0"
-"""By it every libp2p peer echoes what it is sent."""
-
-PING_BYTES = 32
-
 CHECK_PERIOD_S = 0.5
 """How often it is looked whether the connections to the relays have ended."""
-
-BEAT_PERIOD_S, BEAT_TIMEOUT_S = 2.0, 3.0
-"""How often each relay has to echo something, and how long it may take. A router that has forgotten a connection says
-nothing: only silence tells."""
 
 RENEW_SHARE = 0.5
 """A place is renewed when this share of its time is over."""
@@ -43,7 +34,8 @@ RENEW_SHARE = 0.5
 FORGET_TIMEOUT_S = 2.0
 
 RELAY_TIMEOUT_S = 5.0
-"""How long a relay may take to be connected to, to grant a place, and to carry a first connection."""
+"""How long a relay may take to be connected to, to grant a place, and to carry a first connection; for the last, the
+time that messages are on their way comes on top (`dial_seconds`)."""
 
 PROVE_PERIOD_S = 300.0
 """How often it is tried out that a relay still carries connections. One that only answers pings is found out by it."""
@@ -223,7 +215,8 @@ class RelayPlaces:
         heartbeat = await Heartbeat.open(self._p2p, PeerID.from_base58(relay.peer_id), RELAY_TIMEOUT_S)
         try:
             renew_at = await self._reserve(relay)
-            prove_at = await self._prove(relay)
+            await heartbeat.beat(RELAY_TIMEOUT_S)
+            prove_at = await self._prove(relay, heartbeat)
         except BaseException:
             heartbeat.close()
             raise
@@ -241,7 +234,7 @@ class RelayPlaces:
             if now >= place.renew_at:
                 place = replace(place, renew_at=await self._reserve(relay))
             if now >= place.prove_at or relay.peer_id in self._doubted:
-                place = replace(place, prove_at=await self._prove(relay))
+                place = replace(place, prove_at=await self._prove(relay, place.heartbeat))
             self._held[relay.peer_id] = place
         except RemoteError as error:
             logger.debug("relay …%s: %s; connecting again", relay.peer_id[-6:], error)
@@ -301,10 +294,11 @@ class RelayPlaces:
             )
         return time.monotonic() + place.seconds * RENEW_SHARE
 
-    async def _prove(self, relay: Relay) -> float:
+    async def _prove(self, relay: Relay, heartbeat: Heartbeat) -> float:
         """Prove that a relay carries connections; when to do it again. Raises `RemoteError`."""
         self._doubted.discard(relay.peer_id)  # first, so that a doubt that arises meanwhile counts
-        await self._dialer.dial(self._own_id, relay.circuit(), RELAY_TIMEOUT_S)
+        there_and_back = 2 * heartbeat.round_trip_s
+        await self._dialer.dial(self._own_id, relay.circuit(), dial_seconds(RELAY_TIMEOUT_S, there_and_back))
         return time.monotonic() + PROVE_PERIOD_S
 
     async def _connect(self, relay: Relay) -> Relay:
@@ -322,48 +316,3 @@ class RelayPlaces:
         if resolved is None:
             raise PeerLost(f"relay …{relay.peer_id[-6:]} has no address that others could dial")
         return replace(relay, address=resolved)
-
-
-class Heartbeat:
-    """A stream by libp2p's ping protocol that stays open on one connection, so that its end shows that the connection
-    has ended.
-
-    A daemon connects again by itself when a connection is lost. A relay forgets a peer's place with its connection, so
-    it matters that the connection is the same one. Open it with `Heartbeat.open`.
-    """
-
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._reader = reader
-        self._writer = writer
-
-    @classmethod
-    async def open(cls, p2p: P2P, peer: PeerID, timeout_s: float) -> Heartbeat:
-        """On the connection that there is to the peer. Raises `PeerLost`."""
-        try:
-            async with asyncio.timeout(timeout_s):
-                return cls(*await daemon_streams.open_stream(p2p, peer, PING_PROTOCOL_ID))
-        except (P2PDaemonError, OSError, TimeoutError, asyncio.IncompleteReadError) as error:
-            raise PeerLost(f"…{str(peer)[-6:]} cannot be pinged: {error or 'it does not answer'}") from None
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether the connection is known to have ended. An end that went unnoticed is found by `beat`."""
-        return self._reader.at_eof() or self._reader.exception() is not None
-
-    async def beat(self, timeout_s: float) -> None:
-        """Have the peer echo some bytes. Raises `PeerLost`."""
-        sent = os.urandom(PING_BYTES)
-        try:
-            async with asyncio.timeout(timeout_s):
-                self._writer.write(sent)
-                echo = await self._reader.readexactly(PING_BYTES)
-        except TimeoutError:
-            raise PeerLost(f"it has not answered for {timeout_s:g} s") from None
-        except (OSError, asyncio.IncompleteReadError):
-            raise PeerLost("the connection has ended") from None
-        if echo != sent:
-            raise PeerLost("it echoes other bytes than it was sent")
-
-    def close(self) -> None:
-        """End the stream, not the connection."""
-        self._writer.transport.abort()

@@ -17,8 +17,8 @@ from swarm.errors import PeerLost
 from swarm.protocol import messages
 from swarm.transport import daemon_streams
 from swarm.transport.reach.circuit import RELAY_PROTOCOL_ID, HopMessage, encode_reserve
+from swarm.transport.reach.heartbeat import PING_BYTES, PING_PROTOCOL_ID
 from swarm.transport.reach.relay_choice import Relay
-from swarm.transport.reach.relay_places import PING_BYTES, PING_PROTOCOL_ID
 from tests.memory_hub import stream_pair
 
 
@@ -131,6 +131,7 @@ class FakeNetwork:
         writers: of all streams that were opened.
         forgotten: relays that were told to forget their connections, in order.
         proofs: addresses that the dialer has dialed, in order.
+        patience: how long each of them was given to answer.
         closed: whether the dialer was closed.
     """
 
@@ -143,6 +144,7 @@ class FakeNetwork:
         self.writers: list[Writer] = []
         self.forgotten: list[str] = []
         self.proofs: list[str] = []
+        self.patience: list[float] = []
         self._last_ping: tuple[asyncio.StreamReader, bytes]
         self._forgetting: set[asyncio.Task[None]] = set()
         self.closed = False
@@ -227,6 +229,7 @@ class FakeNetwork:
 
     async def dial(self, target: str, address: str, timeout_s: float = 0.0) -> None:
         self.proofs.append(address)
+        self.patience.append(timeout_s)
         assert target == self.peer_id.to_base58()
         relay = next(one for one in self.relays.values() if f"/p2p/{one.id}/p2p-circuit" in address)
         if not relay.carries:

@@ -25,6 +25,7 @@ from swarm.transport.reach.dial_back import (
     DialBack,
     ask,
 )
+from swarm.transport.reach.dialer import DIAL_TIMEOUT_S, MAX_FAR_S
 from swarm.transport.reach.reach_estimate import DialReport
 from tests import virtual_time
 from tests.memory_hub import stream_pair
@@ -46,22 +47,28 @@ class Dials:
 
     def __init__(self, *reached: int, seconds: float = 0.0) -> None:
         self.dialed: list[tuple[str, str]] = []
+        self.timeouts: list[float] = []
         self._reached = reached
         self._seconds = seconds
 
-    async def dial(self, peer_id: str, address: str) -> None:
+    async def dial(self, peer_id: str, address: str, timeout_s: float) -> None:
         self.dialed.append((peer_id, address))
+        self.timeouts.append(timeout_s)
         await asyncio.sleep(self._seconds)
         if int(address.rpartition("/")[2]) not in self._reached:
             raise PeerLost("nobody answers there")
 
 
+async def no_distance(peer_id: str) -> float:
+    return 0.0
+
+
 class Exchange:
     """A peer "home" that asks, and one that dials back."""
 
-    def __init__(self, dials: Dials, *on_notice: Any) -> None:
+    def __init__(self, dials: Dials, *on_notice: Any, distance: Any = no_distance) -> None:
         self.dials = dials
-        self._answers: Any = DialBack(dials, *on_notice)
+        self._answers: Any = DialBack(dials, distance, *on_notice)
 
     async def request(self, ports: list[int], address: str = FROM) -> DialReport:
         ours, theirs = stream_pair("home", "judge")
@@ -105,6 +112,21 @@ def test_the_ports_that_answer_are_reported_with_the_address_from_which_the_requ
     run(scenario())
 
 
+def test_a_peer_that_is_far_away_gets_more_time_to_answer():
+    async def scenario():
+        for seconds, more in [(0.0, 0.0), (0.6, 3.0), (60.0, MAX_FAR_S)]:
+
+            async def distance(peer_id: str, seconds: float = seconds) -> float:
+                assert peer_id == "home"
+                return seconds
+
+            exchange = Exchange(dials := Dials(80), distance=distance)
+            assert await exchange.request([80]) == DialReport(HOST, frozenset({80}))
+            assert dials.timeouts == [DIAL_TIMEOUT_S + more]
+
+    run(scenario())
+
+
 def test_nobody_but_who_asks_is_dialed_and_nowhere_but_where_the_request_comes_from():
     async def scenario():
         exchange = Exchange(Dials())
@@ -121,10 +143,10 @@ def test_nobody_but_who_asks_is_dialed_and_nowhere_but_where_the_request_comes_f
 
 def test_a_peer_that_could_not_be_dialed_because_others_were_is_refused_and_not_called_unreachable():
     class Busy(Dials):
-        async def dial(self, peer_id: str, address: str) -> None:
+        async def dial(self, peer_id: str, address: str, timeout_s: float) -> None:
             if address.endswith("/31337"):
                 raise DialerBusy("the time was spent on others")
-            await super().dial(peer_id, address)
+            await super().dial(peer_id, address, timeout_s)
 
     async def scenario():
         with pytest.raises(RequestRefused, match="busy dialing others back; ask another peer"):
@@ -363,7 +385,7 @@ def test_a_refusal_is_passed_on_as_one_harmless_line():
 
 def test_a_peer_that_does_not_answer_is_not_waited_for():
     async def scenario():
-        with pytest.raises(PeerLost, match="did not dial back within 8 s"):
+        with pytest.raises(PeerLost, match=f"did not dial back within {ASK_TIMEOUT_S:g} s"):
             await asked([80], reply(HOST, [80])[:-1], ends=False)
         assert asyncio.get_running_loop().time() == ASK_TIMEOUT_S
 

@@ -20,10 +20,9 @@ from swarm.errors import PeerLost, RequestRefused
 from swarm.protocol import messages
 from swarm.transport import daemon_streams
 from swarm.transport.reach import hole_punching
+from swarm.transport.reach.heartbeat import BEAT_PERIOD_S, BEAT_TIMEOUT_S
 from swarm.transport.reach.hole_punching import (
     ASK_TIMEOUT_S,
-    BEAT_PERIOD_S,
-    BEAT_TIMEOUT_S,
     BURST,
     BURST_OF_NETWORK,
     HEAD_START_S,

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from ipaddress import ip_address
 
 from hypothesis import given
@@ -86,6 +87,15 @@ def test_liars_who_are_fewer_than_the_honest_change_nothing(tried, truly_open, h
     lies = data.draw(st.lists(public_reports, max_size=honest - 1))
     mixed = data.draw(st.permutations([*truth, *lies]))
     assert judge(mixed, tried) == judge(truth, tried)
+
+
+def test_strangers_however_many_cannot_have_a_peer_withdraw_that_its_initial_peers_reach():
+    strangers = [said(HOME), said(OTHER), said(OTHER)]
+    trusted = replace(said(HOME, 31337), is_trusted=True)
+    assert judge([*strangers, trusted], [31337]).addresses == (tcp_address(HOME, 31337),)
+    in_vain = replace(said(HOME), is_trusted=True)
+    assert judge([in_vain, said(HOME, 31337), said(HOME, 31337)], [31337]).reach is Reach.DIRECT
+    assert judge([in_vain, in_vain, trusted, said(HOME, 31337)], [31337]).reach is Reach.HIDDEN, "one may lie"
 
 
 def test_what_comes_by_ipv4_and_by_ipv6_is_judged_apart():

@@ -10,11 +10,11 @@ import pytest
 
 from swarm.transport.reach import relay_places as module
 from swarm.transport.reach.circuit import LIBP2P_LIMITS
+from swarm.transport.reach.dialer import MAX_FAR_S
+from swarm.transport.reach.heartbeat import BEAT_PERIOD_S, BEAT_TIMEOUT_S
 from swarm.transport.reach.relay_choice import PLACES, Relay
 from swarm.transport.reach.relay_places import (
     ASKED_AT_MOST,
-    BEAT_PERIOD_S,
-    BEAT_TIMEOUT_S,
     CHECK_PERIOD_S,
     HURRY_S,
     MAX_LOSSES,
@@ -542,5 +542,21 @@ def test_a_relay_that_has_a_name_is_announced_by_its_address(monkeypatch):
         await again.places.look_after()
         assert again.places.relays == ()
         assert "has no address that others could dial" in again.places.failure
+
+    run(scenario)
+
+
+@pytest.mark.parametrize(("seconds", "more"), [(0.1, 1.0), (2.0, MAX_FAR_S)])
+def test_a_relay_that_is_far_away_gets_more_time_to_carry_a_first_connection(monkeypatch, seconds, more):
+    async def scenario():
+        relay = server(0)
+        home = Home(monkeypatch, relay)
+        relay.echo = None
+        looking = asyncio.ensure_future(home.places.look_after())
+        await asyncio.sleep(seconds)
+        home.net.echo_late()
+        await looking
+        assert home.held == {relay.id}
+        assert home.net.patience == [pytest.approx(RELAY_TIMEOUT_S + more)]
 
     run(scenario)
