@@ -117,7 +117,8 @@ class Router:
     ) -> Route:
         """Find the best route over `span`; see `RouteRequirements` for the arguments.
 
-        Where there is none otherwise, servers at home that could not be reached a moment ago are used all the same.
+        Where there is none otherwise, servers at home that could not be reached a moment ago, or did not answer, are
+        used all the same.
 
         Raises:
             MissingBlocks: no usable server holds some of the blocks. The error names them, and says why the servers

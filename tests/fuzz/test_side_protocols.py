@@ -25,6 +25,7 @@ from tests.fuzz.side_protocols import (
     weights_conversation,
 )
 from tests.memory_hub import stream_pair
+from tests.transport.reach.fakes import no_distance
 
 PORT = 5000
 PEERS = ["QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"]
@@ -38,9 +39,6 @@ def test_dial_back_is_decided_without_an_error_of_others_and_only_the_sender_is_
         async def dial(self, peer_id: str, address: str, timeout_s: float) -> None:
             seen["dialed"] += 1
             assert (peer_id, address.rpartition("/")[0]) == ("attacker", f"/ip4/{HOST}/tcp")
-
-    async def no_distance(peer_id: str) -> float:
-        return 0.0
 
     async def scenario() -> None:
         random, answers = batch_random("frames", 1, 1), DialBack(Dials(), no_distance)

@@ -27,8 +27,9 @@ DIAL_TIMEOUT_S = 4.0
 """How long one address may take to answer."""
 
 ROUND_TRIPS, MAX_FAR_S = 5.0, 5.0
-"""Messages that are exchanged before a new connection can be used: TCP, encryption, multiplexing. What these take on
-their way comes on top, up to so many seconds: a satellite, or an uplink that is busy, is no closed door."""
+"""A new connection takes this many round trips for TCP, encryption and multiplexing. A dial is given that much longer,
+at most by the second number of seconds, so that a slow link (a satellite, a busy uplink) does not look like a blocked
+port."""
 
 IDLE_S = 10.0
 """Daemons end when none of them has been used for so long."""

@@ -17,7 +17,7 @@ PING_PROTOCOL_ID = "/ipfs/ping/1.0.0"
 PING_BYTES = 32
 
 ECHO_TIMEOUT_S = 3.0
-"""How long one echo may take whose peer is about to be dialed."""
+"""How long the echo may take by which the round trip is measured before a peer is dialed."""
 
 BEAT_PERIOD_S, BEAT_TIMEOUT_S = 2.0, 8.0
 """How often each relay, and each peer that was connected to by hole punching, has to echo something, and how long it
@@ -79,12 +79,10 @@ async def round_trip(p2p: P2P, peer_id: str) -> float:
     """Seconds that an echo takes on the connection there is to a peer; 0 if none comes."""
     try:
         heartbeat = await Heartbeat.open(p2p, PeerID.from_base58(peer_id), ECHO_TIMEOUT_S)
+        try:
+            await heartbeat.beat(ECHO_TIMEOUT_S)
+        finally:
+            heartbeat.close()
     except PeerLost:
         return 0.0
-    try:
-        await heartbeat.beat(ECHO_TIMEOUT_S)
-    except PeerLost:
-        return 0.0
-    finally:
-        heartbeat.close()
     return heartbeat.round_trip_s

@@ -29,6 +29,7 @@ from swarm.transport.reach.dialer import DIAL_TIMEOUT_S, MAX_FAR_S
 from swarm.transport.reach.reach_estimate import DialReport
 from tests import virtual_time
 from tests.memory_hub import stream_pair
+from tests.transport.reach.fakes import no_distance
 
 HOST = "81.2.69.142"
 FROM = f"/ip4/{HOST}/tcp/50123"
@@ -57,10 +58,6 @@ class Dials:
         await asyncio.sleep(self._seconds)
         if int(address.rpartition("/")[2]) not in self._reached:
             raise PeerLost("nobody answers there")
-
-
-async def no_distance(peer_id: str) -> float:
-    return 0.0
 
 
 class Exchange:
