@@ -113,7 +113,7 @@ def _spread(count: int) -> str:
         relays = [homes.server(homes.lab.host(f"relay{number}", 3 + number), "0:12") for number in range(RELAYS)]
         for relay in relays:
             relay.wait_ready()
-        before = [_daemon(relay.pid).memory_info().rss for relay in relays]
+        before = [sum(one.memory_info().rss for one in _processes(relay.pid)) for relay in relays]
         logs = []
         for number in range(count):
             logs.append(homes.log(f"home{number}"))
@@ -129,22 +129,23 @@ def _spread(count: int) -> str:
         load = Counter(relay for relays_of_home in held for relay in relays_of_home)
         share = sum(load.values()) / RELAYS
         most = max(load.values(), default=0)
-        daemons = [_daemon(relay.pid) for relay in relays]
-        grown = [daemon.memory_info().rss - rss for daemon, rss in zip(daemons, before, strict=True)]
-        files = [daemon.num_fds() for daemon in daemons]
+        after = [sum(one.memory_info().rss for one in _processes(relay.pid)) for relay in relays]
+        grown = [now - then for now, then in zip(after, before, strict=True)]
+        files = [max(one.num_fds() for one in _processes(relay.pid)) for relay in relays]
         return (
             f"\n| {count} homes on {RELAYS} relays | |\n| --- | --- |\n"
             f"| homes with at least two places | {sum(len(relays_of_home) >= 2 for relays_of_home in held)} |\n"
             f"| homes without any | {sum(not relays_of_home for relays_of_home in held)} |\n"
             f"| the relay with most places | {most}, {most / share if share else 0:.2f} of its share |\n"
-            f"| a relay's daemon has grown by at most | {max(grown) / 1e6:.0f} MB |\n"
-            f"| its open files at most | {max(files)} |"
+            f"| a relay and its daemon have grown by at most | {max(grown) / 1e6:.0f} MB |\n"
+            f"| open files of one of the two at most | {max(files)} |"
         )
 
 
-def _daemon(pid: int) -> psutil.Process:
-    """The libp2p daemon of a peer."""
-    return max(psutil.Process(pid).children(recursive=True), key=lambda child: child.memory_info().rss)
+def _processes(pid: int) -> list[psutil.Process]:
+    """A peer's process, and its libp2p daemon."""
+    peer = psutil.Process(pid)
+    return [peer, max(peer.children(recursive=True), key=lambda child: child.memory_info().rss)]
 
 
 if __name__ == "__main__":

@@ -106,10 +106,10 @@ MAX_RELAYED_PEERS = 1 << 12
 """Peers that one peer may relay for."""
 
 
-def _relay_option(context: click.Context, parameter: click.Parameter, value: str | None) -> bool | int | None:
-    """--relay on, off, or for how many peers; None if it is not given."""
-    if value is None or value in ("on", "off"):
-        return value == "on" if value is not None else None
+def _relay_option(context: click.Context, parameter: click.Parameter, value: str) -> bool | int:
+    """--relay on, off, or for how many peers."""
+    if value in ("on", "off"):
+        return value == "on"
     if not re.fullmatch(r"[0-9]{1,4}", value) or int(value) > MAX_RELAYED_PEERS:
         raise click.BadParameter(f"{value!r} is neither on nor off nor a number up to {MAX_RELAYED_PEERS}")
     return int(value)
@@ -154,10 +154,11 @@ def network_options(default_port: int) -> Callable[[F], F]:
             ),
             click.option(
                 "--relay",
+                default="on",
                 callback=_relay_option,
                 metavar="on|off|N",
-                help="Whether to relay for peers behind routers, and for how many, if others can reach this one. "
-                "Strangers may be among them, so it is off in a private swarm.  [default: on, for 64 peers]",
+                help="Whether to relay for peers behind routers, and for how many, if others can reach this one; in a "
+                "private swarm for members only.  [default: on, for 64 peers]",
             ),
             click.option(
                 "--identity-path",

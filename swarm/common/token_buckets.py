@@ -39,3 +39,21 @@ class TokenBuckets(Generic[K]):
         self._buckets.move_to_end(key)
         if len(self._buckets) > self._max_keys:
             self._buckets.popitem(last=False)
+
+
+class RateLimit:
+    """A rate for all together, with a burst to begin with. Pure, as `TokenBuckets`.
+
+    Args:
+        per_s: how much may be used each second.
+        burst: what may be used at once after a rest.
+    """
+
+    def __init__(self, per_s: float, burst: float) -> None:
+        self._per_s = per_s
+        self._bucket = TokenBuckets[None](burst, per_s, 1)
+
+    def delay(self, amount: float, now: float) -> float:
+        """Use so much; after how many seconds that is allowed, at once if it is not above 0."""
+        self._bucket.take(None, amount, now)
+        return -self._bucket.left(None, now) / self._per_s

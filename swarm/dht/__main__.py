@@ -44,14 +44,13 @@ def main(
     announce_maddrs: tuple[str, ...],
     identity_path: Path | None,
     address_file: Path | None,
-    relay: bool | int | None,
+    relay: bool | int,
     metrics: str | None,
     log_format: str,
 ) -> None:
     """Run a bootstrap peer, whose address other peers use to join the swarm.
 
-    In an open swarm it also relays for peers behind routers, where no server does. Use --identity-path to keep its
-    address.
+    It also relays for peers behind routers, where no server does. Use --identity-path to keep its address.
     """
     import uvloop
 

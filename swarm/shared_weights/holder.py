@@ -8,7 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 
-from swarm.common.token_buckets import TokenBuckets
+from swarm.common.token_buckets import RateLimit
 from swarm.errors import (
     CheckpointError,
     PeerLost,
@@ -32,8 +32,6 @@ logger = logging.getLogger(__name__)
 BUSY_BYTES_PER_S = 8 << 20
 """While clients wait for what this machine computes. Sending takes processor time, too."""
 
-_ALL = "all"
-
 
 class UploadPace:
     """Bounds the bytes that are sent to all peers together.
@@ -51,8 +49,8 @@ class UploadPace:
         is_busy: Callable[[], bool] = lambda: False,
     ) -> None:
         self._now, self._is_busy = now, is_busy
-        self._always = _Limit(bytes_per_s) if bytes_per_s is not None else None
-        self._while_busy = _Limit(BUSY_BYTES_PER_S)
+        self._always = RateLimit(bytes_per_s, CHUNK_BYTES) if bytes_per_s is not None else None
+        self._while_busy = RateLimit(BUSY_BYTES_PER_S, CHUNK_BYTES)
 
     async def wait(self, size: int) -> None:
         """Wait until `size` bytes may be sent."""
@@ -62,19 +60,6 @@ class UploadPace:
             delay = max(delay, self._while_busy.delay(size, now))
         if delay > 0:
             await asyncio.sleep(delay)
-
-
-class _Limit:
-    """A rate for all peers together, with a chunk to begin with."""
-
-    def __init__(self, bytes_per_s: float) -> None:
-        self._bytes_per_s = bytes_per_s
-        self._bucket: TokenBuckets[str] = TokenBuckets(CHUNK_BYTES, bytes_per_s, 1)
-
-    def delay(self, size: int, now: float) -> float:
-        """Take `size` bytes; after how many seconds they may be sent, at once if it is not above 0."""
-        self._bucket.take(_ALL, size, now)
-        return -self._bucket.left(_ALL, now) / self._bytes_per_s
 
 
 MAX_STREAMS = 16

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 from hivemind.p2p import P2P, PeerID
 from hivemind.p2p.p2p_daemon_bindings.utils import raise_if_failed, read_pbmsg_safe, write_pbmsg
 from hivemind.proto import p2pd_pb2
 from multiaddr import Multiaddr
+
+CHUNK_BYTES = 1 << 16
+
+STALL_TIMEOUT_S = 60.0
+"""A peer that takes nothing of what is passed on to it for so long is given up, so that it does not keep memory."""
 
 
 async def open_stream(p2p: P2P, peer: PeerID, protocol: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
@@ -42,6 +47,40 @@ async def connect(p2p: P2P, peer: PeerID, addresses: Sequence[Multiaddr]) -> Non
 async def addresses_of(p2p: P2P, peer: PeerID) -> list[str]:
     """Where the daemon's connections to a peer lead; empty if it has none. Raises the same as `open_stream`."""
     return [str(address) for one in await p2p.list_peers() if one.peer_id == peer for address in one.addrs]
+
+
+async def carry(
+    reader: asyncio.StreamReader,
+    writer: asyncio.StreamWriter,
+    wait: Callable[[int], Awaitable[None]] | None = None,
+    max_bytes: int | None = None,
+) -> None:
+    """Pass on what comes over one connection to another, until one of them ends; then close the other one.
+
+    Args:
+        wait: returns when so many bytes may be passed on.
+        max_bytes: after which this ends, too.
+    """
+    size = CHUNK_BYTES
+    try:
+        while data := await reader.read(size):
+            if wait is not None:
+                await wait(len(data))
+            if writer.is_closing():
+                break
+            writer.write(data)
+            if writer.transport.get_write_buffer_size():
+                async with asyncio.timeout(STALL_TIMEOUT_S):
+                    await writer.drain()
+            if max_bytes is not None:
+                max_bytes -= len(data)
+                size = min(CHUNK_BYTES, max_bytes)
+    except TimeoutError:
+        writer.transport.abort()
+    except OSError:
+        pass
+    finally:
+        writer.close()
 
 
 async def _ask(p2p: P2P, request: p2pd_pb2.Request) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:

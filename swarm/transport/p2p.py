@@ -9,9 +9,9 @@ import asyncio
 import logging
 import os
 import weakref
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Sequence
 from contextlib import AsyncExitStack, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -44,6 +44,7 @@ from swarm.transport.reach.address_book import AddressBook
 from swarm.transport.reach.dial_back import DialBack
 from swarm.transport.reach.heartbeat import round_trip
 from swarm.transport.reach.reachability import Reachability, ReachOptions
+from swarm.transport.reach.relay_service import CIRCUIT_BYTES, RelayService
 from swarm.transport.stream import Stream, StreamHandler
 
 logger = logging.getLogger(__name__)
@@ -70,9 +71,8 @@ class P2PConfig:
         identity_path: file of the peer's key; None for a temporary identity. The newest list of revocations is kept
             beside it.
         membership: this peer's invite to a private swarm; None for an open swarm.
-        relay: how many peers behind routers this one relays for, if others can reach it, or whether it does. None
-            leaves it to the swarm: a private one has no relays, because they would relay for strangers, too.
-        relay_limits: other limits of the relay than the usual ones, by the daemon's own names.
+        relay: how many peers behind routers this one relays for, if others can reach it, or whether it does.
+        circuit_bytes: how much it carries over one connection in each direction; then the connection ends.
     """
 
     initial_peers: tuple[str, ...] = ()
@@ -80,8 +80,8 @@ class P2PConfig:
     announce_maddrs: tuple[str, ...] = ()
     identity_path: Path | None = None
     membership: Invite | None = None
-    relay: bool | int | None = None
-    relay_limits: Mapping[str, object] = field(default_factory=dict)
+    relay: bool | int = True
+    circuit_bytes: int = CIRCUIT_BYTES
 
     @property
     def is_client(self) -> bool:
@@ -103,8 +103,7 @@ class P2PConfig:
         """How many peers behind routers may hold a place at this one."""
         if self.is_client:
             return 0
-        relay = self.relay if self.relay is not None else self.membership is None
-        return int(relay) if not isinstance(relay, bool) else RELAYED_PEERS if relay else 0
+        return int(self.relay) if not isinstance(self.relay, bool) else RELAYED_PEERS if self.relay else 0
 
 
 _peers: weakref.WeakSet[Peer] = weakref.WeakSet()
@@ -164,8 +163,8 @@ class Peer:
             stack.push_async_callback(p2p.shutdown)
             book = AddressBook()
             streams = PeerStreams(p2p, gate, book)
-            if not config.relayed_peers and not config.is_client:
-                await streams.refuse_to_relay()
+            may_hold = gate.has_admitted if gate is not None else lambda peer_id: True
+            await streams.relay(RelayService(p2p, config.relayed_peers, config.circuit_bytes, may_hold))
             if not config.is_client:
                 await streams.listen()
             if gate is not None:
@@ -217,10 +216,8 @@ class Peer:
             announce_maddrs=config.announce_maddrs,
             identity_path=identity.path,
             check_identity=config.identity_path is not None,
-            relayed_peers=config.relayed_peers,
             is_local=config.is_local,
             is_client=config.is_client,
-            relay_limits=config.relay_limits,
         )
         try:
             return await start_daemon(options, folder, lock)

@@ -23,6 +23,7 @@ from swarm.transport.members.gate import MemberGate
 from swarm.transport.reach.address_book import AddressBook
 from swarm.transport.reach.circuit import RELAY_PROTOCOL_ID
 from swarm.transport.reach.hole_punching import HolePuncher
+from swarm.transport.reach.relay_service import RelayService
 from swarm.transport.stream import FrameStream, Stream, StreamHandler
 
 logger = logging.getLogger(__name__)
@@ -42,6 +43,9 @@ START_TIME_S = 1.0
 
 AddressedHandler = Callable[[FrameStream, str], Awaitable[None]]
 """Serves a stream, given the multiaddress from which it comes."""
+
+RawHandler = Callable[[StreamInfo, asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+"""Serves a stream that carries other messages than ours."""
 
 NOT_SPOKEN = "protocols not supported"
 """What libp2p says of a peer that is there, but does not serve a protocol."""
@@ -187,13 +191,9 @@ class PeerStreams:
             await self.serve_protocol(MEMBERS_PROTOCOL_ID, self._serve)
             await self._answer(PROTOCOL_ID, lambda stream, address: gate.refuse_stranger(stream))
 
-    async def refuse_to_relay(self) -> None:
-        """Take the place of the daemon's own handler of requests to relay, which no option switches off."""
-
-        async def close(info: StreamInfo, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            writer.close()
-
-        await self._p2p.add_binary_stream_handler(RELAY_PROTOCOL_ID, close)
+    async def relay(self, relay: RelayService) -> None:
+        """Have others be relayed by this, and not by the daemon, which no option keeps from relaying."""
+        await self._accept(RELAY_PROTOCOL_ID, relay.serve)
 
     async def serve(self, handler: StreamHandler) -> None:
         """Call `handler` for every stream that another peer opens, and that may pass."""
@@ -225,20 +225,26 @@ class PeerStreams:
 
     async def _answer(self, protocol: str, serve: AddressedHandler) -> None:
         async def accept(info: StreamInfo, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            stream = FrameStream(info.peer_id.to_base58(), reader, writer)
+            await serve(FrameStream(info.peer_id.to_base58(), reader, writer), str(info.addr))
+
+        await self._accept(protocol, accept)
+
+    async def _accept(self, protocol: str, serve: RawHandler) -> None:
+        async def accept(info: StreamInfo, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            name = f"…{info.peer_id.to_base58()[-6:]}"
             task = asyncio.current_task()
             assert task is not None
             self._serving.add(task)
             task.add_done_callback(_log_fault)
             try:
-                await serve(stream, str(info.addr))
+                await serve(info, reader, writer)
             except (SwarmError, OSError, EOFError) as error:
-                logger.debug("stream of …%s ended: %s", stream.peer_id[-6:], error)
+                logger.debug("stream of %s ended: %s", name, error)
             except asyncio.CancelledError:  # asyncio would log it with a traceback
-                logger.debug("stream of …%s ended: this peer is shutting down", stream.peer_id[-6:])
+                logger.debug("stream of %s ended: this peer is shutting down", name)
             finally:
                 self._serving.discard(task)
-                stream.close()
+                writer.close()
 
         await self._p2p.add_binary_stream_handler(protocol, accept)
 

@@ -275,13 +275,13 @@ def test_a_format_that_is_none():
 
 @click.command(cls=console.MultiAddressCommand)
 @console.network_options(31337)
-def command(relay: bool | int | None, **others: object) -> None:
+def command(relay: bool | int, **others: object) -> None:
     click.echo(repr(relay))
 
 
 def test_whether_to_relay_and_for_how_many():
     for arguments, expected in [
-        ([], "None"),
+        ([], "True"),
         (["--relay", "on"], "True"),
         (["--relay", "off"], "False"),
         (["--relay", "0"], "0"),

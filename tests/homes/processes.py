@@ -21,6 +21,7 @@ import uvloop
 from swarm.client.routes.events import PeerAvoided
 from swarm.dht.validation import AnnouncementValidator
 from swarm.errors import SwarmError
+from swarm.membership.invite import Invite
 from swarm.server.config import ServerConfig
 from swarm.server.lifecycle import Server
 from swarm.transport.joining import join_network
@@ -193,21 +194,24 @@ class HomesSwarm:
 
     def peer(self, host: Host, **options: Any) -> PeerAt:
         """Start a peer without blocks, and wait for it."""
-        config = P2PConfig(initial_peers=self.swarm.bootstraps, **options)
+        config = P2PConfig(initial_peers=self.swarm.bootstraps, membership=self.swarm.membership, **options)
         peer = self.start_process(PeerAt, _run_peer, host, config)
         self.peers.append(peer)
         return peer.wait_ready()
 
     def server(self, host: Host, blocks: str, log: Path | None = None, **options: Any) -> ServerProcess:
         """Start a server; `wait_ready` on the result waits until it serves."""
-        p2p = P2PConfig(initial_peers=self.swarm.bootstraps, **{"host_maddrs": EVERYWHERE, **options})
+        options = {"host_maddrs": EVERYWHERE, "membership": self.swarm.membership, **options}
+        p2p = P2PConfig(initial_peers=self.swarm.bootstraps, **options)
         return self.swarm.start(blocks, ServerAt(host), log, p2p=p2p, update_period=self.update_period)
 
     def client(self, host: Host, **options: Any) -> ClientAt:
         """Start a client, and wait until it has loaded what it holds itself."""
         options = {"wait_for_blocks": 60.0, **options}
         log = self.log(f"client-{len(self.clients)}")
-        client = self.start_process(ClientAt, _run_client, host, self.swarm.model, self.swarm.bootstraps, options, log)
+        here = self.swarm
+        there = here.model, here.bootstraps, here.membership
+        client = self.start_process(ClientAt, _run_client, host, *there, options, log)
         client.log_file = log
         self.clients.append(client)
         assert client.receive() == "ready"
@@ -278,12 +282,13 @@ def _run_client(
     host: Host,
     model: str,
     bootstraps: Sequence[str],
+    membership: Invite | None,
     options: dict[str, Any],
     log: Path,
 ) -> None:
     prepare(folder, log)
     host.enter()
-    swarm = TestSwarm(model, folder)
+    swarm = TestSwarm(model, folder, membership)
     swarm.bootstraps = tuple(bootstraps)
     with run_client(swarm, **options) as client, suppress(EOFError, OSError):
         client.swarm.add_listener(lambda event: connection.send(("event", event)))

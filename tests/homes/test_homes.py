@@ -14,6 +14,7 @@ import pytest
 from tests.disturbances import demo_prompt, demo_text
 from tests.homes.laboratory import Host, Nat, needs_root, needs_upnp, received_bytes
 from tests.homes.processes import EVERYWHERE, Failed
+from tests.members import TestAuthority
 from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.slow, needs_root]
@@ -123,6 +124,14 @@ def test_symmetric_nat(homes):
     homes.bootstrap(homes.lab.host("boot", 2))
     homes.server(homes.lab.home("a", 10, nat=Nat.SYMMETRIC).machine, "0:12", homes.log("server")).wait_ready()
     write(homes.client(homes.lab.host("away", 3)))
+    write(homes.client(homes.lab.home("b", 11, nat=Nat.SYMMETRIC).machine))
+
+
+def test_a_private_swarm_relays_for_its_members(homes):
+    homes.swarm.membership = TestAuthority().invite()
+    homes.bootstrap(homes.lab.host("boot", 2), relay=False)
+    homes.server(homes.lab.host("relay", 3), "0:1").wait_ready()
+    homes.server(homes.lab.home("a", 10, nat=Nat.SYMMETRIC).machine, "0:12", homes.log("server")).wait_ready()
     write(homes.client(homes.lab.home("b", 11, nat=Nat.SYMMETRIC).machine))
 
 

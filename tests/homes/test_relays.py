@@ -43,12 +43,12 @@ MAX_PAUSE_S = 2.0
 class Relays:
     """Three bootstrap peers, of which the last two relay, and a home that serves all blocks."""
 
-    def __init__(self, homes: HomesSwarm, **limits: object) -> None:
+    def __init__(self, homes: HomesSwarm, **limits: int) -> None:
         hosts = [homes.lab.host(name, number) for number, name in enumerate(("boot", "one", "two"), 2)]
         self.bootstrap = homes.bootstrap(hosts[0], relay=False)
         self.peers: dict[Host, PeerAt] = {}
         for host in hosts[1:]:
-            self.peers[host] = homes.bootstrap(host, host_maddrs=EVERYWHERE, relay_limits=limits)
+            self.peers[host] = homes.bootstrap(host, host_maddrs=EVERYWHERE, **limits)
         self.log = homes.log("server")
         self.server = homes.server(homes.lab.home("a", 10).machine, "0:12", self.log).wait_ready()
         self.client = homes.client(homes.lab.home("b", 11, nat=Nat.SYMMETRIC).machine)  # no hole can be punched
@@ -83,7 +83,7 @@ def test_the_relay_in_use_is_killed_and_then_the_bootstrap_peer(homes):
 
 
 def test_a_relay_ends_connections_by_its_limits(homes):
-    relays = Relays(homes, relayDataLimit=200_000)
+    relays = Relays(homes, circuit_bytes=200_000)
     tokens = 700
     written = relays.client.write(PROMPT[0].tolist(), tokens)
     assert relays.client.reconnects, "no connection has come to its end"

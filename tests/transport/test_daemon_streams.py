@@ -12,7 +12,8 @@ from hivemind.proto import p2pd_pb2
 from multiaddr import Multiaddr
 
 from swarm.transport import daemon_streams
-from tests.transport.reach.fakes import Writer, peer_id, with_length
+from swarm.transport.reach.circuit import encode
+from tests.transport.reach.fakes import Writer, peer_id
 
 PEER = PeerID.from_base58(peer_id("peer"))
 ADDRESSES = [
@@ -63,10 +64,8 @@ class Socket(Writer):
         self.closed = True
 
 
-OK = with_length(p2pd_pb2.Response(type=p2pd_pb2.Response.OK).SerializeToString())
-ERROR = with_length(
-    p2pd_pb2.Response(type=p2pd_pb2.Response.ERROR, error=p2pd_pb2.ErrorResponse(msg="no")).SerializeToString()
-)
+OK = encode(p2pd_pb2.Response(type=p2pd_pb2.Response.OK))
+ERROR = encode(p2pd_pb2.Response(type=p2pd_pb2.Response.ERROR, error=p2pd_pb2.ErrorResponse(msg="no")))
 
 
 def test_the_daemon_is_asked_to_connect_at_these_addresses():

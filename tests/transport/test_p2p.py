@@ -307,16 +307,8 @@ INVITE: Any = object()
 
 
 def test_for_how_many_a_peer_relays():
-    for relay, in_open_swarm, in_private_swarm in [
-        (None, RELAYED_PEERS, 0),
-        (True, RELAYED_PEERS, RELAYED_PEERS),
-        (False, 0, 0),
-        (0, 0, 0),
-        (1, 1, 1),
-        (500, 500, 500),
-    ]:
-        for membership, expected in ((None, in_open_swarm), (INVITE, in_private_swarm)):
-            config = P2PConfig(host_maddrs=EVERYWHERE, membership=membership, relay=relay)
-            assert config.relayed_peers == expected
-            assert type(config.relayed_peers) is int
+    for relay, expected in [(True, RELAYED_PEERS), (False, 0), (0, 0), (1, 1), (500, 500)]:
+        config = P2PConfig(host_maddrs=EVERYWHERE, relay=relay)
+        assert config.relayed_peers == expected
+        assert type(config.relayed_peers) is int
         assert P2PConfig(initial_peers=("/ip4/9.9.9.9/tcp/1",), relay=relay).relayed_peers == 0  # a client

@@ -15,12 +15,12 @@ from multiaddr import Multiaddr
 
 from swarm.dht.probe import probe, read_record, write_record
 from swarm.dht.validation import AnnouncementValidator
-from swarm.errors import DhtError, MembershipError, NotAMember, PeerLost
+from swarm.errors import DhtError, MembershipError, MembershipNotProven, NotAMember, PeerLost
 from swarm.membership.invite import Invite
 from swarm.protocol import messages
 from swarm.transport.dht.records import sign
 from swarm.transport.p2p import P2PConfig, Peer
-from swarm.transport.reach.circuit import RELAY_PROTOCOL_ID
+from swarm.transport.reach.circuit import ask_for_place
 from tests.members import TestAuthority
 
 # hivemind leaves connections to its own daemon to the garbage collector.
@@ -219,36 +219,22 @@ def test_revocations_are_kept_beside_the_identity(authority, tmp_path):
     run(scenario)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("private", "relay", "relays"),
-    [
-        pytest.param(False, None, True, id="open"),
-        pytest.param(True, None, False, id="private"),
-    ],
-)
-def test_who_relays(authority, private, relay, relays):
-    """A libp2p peer relays only for those to whom it has granted a reservation."""
-
-    async def grants_reservation(stranger: Peer, target: Peer) -> bool:
-        reserve, granted = bytes([2, 0x08, 0]), b"\x28\x64"  # field 5 of the answer: its status, 100
-        called = PeerID.from_base58(target.peer_id)
-        _, reader, writer = await stranger.dht.p2p.call_binary_stream_handler(called, RELAY_PROTOCOL_ID)
-        try:
-            writer.write(reserve)
-            answer = b""
-            while not answer.endswith(granted) and (more := await reader.read(1000)):
-                answer += more
-        except OSError:
-            return False
-        finally:
-            writer.close()
-        return answer.endswith(granted)
-
+def test_who_relays_for_whom(authority):
     async def scenario(peers):
-        target = await peers.start(authority.invite() if private else None, relay=relay)
-        stranger = await peers.start(None)
-        await visit(stranger, target)
-        assert await grants_reservation(stranger, target) == relays
+        invite = authority.invite()
+        private, open_one = await peers.start(authority.invite()), await peers.start(None)
+        stranger, member = await peers.start(None), await peers.start(invite)
+        for peer in (stranger, member):
+            for relay in (private, open_one):
+                await visit(peer, relay)
+        for peer in (stranger, member):
+            assert await ask_for_place(peer.dht.p2p, PeerID.from_base58(open_one.peer_id), 5.0) > 600
+            with pytest.raises(MembershipNotProven):
+                await ask_for_place(peer.dht.p2p, PeerID.from_base58(private.peer_id), 5.0)
+        (await member.open_stream(private.peer_id)).close()
+        assert await ask_for_place(member.dht.p2p, PeerID.from_base58(private.peer_id), 5.0) > 600
+        await private.hand_out_revocations(authority.revoke(invite))
+        with pytest.raises(MembershipNotProven):
+            await ask_for_place(member.dht.p2p, PeerID.from_base58(private.peer_id), 5.0)
 
     run(scenario)

@@ -76,7 +76,7 @@ class MemberGate:
         self._own_id = own_id
         self._unproven: dict[str, dict[FrameStream, None]] = {}
         """The streams of each peer that have not passed yet, the oldest first."""
-        self._proven: dict[str, None] = {}
+        self._proven: dict[str, Certificate] = {}
         self._streams: WeakKeyDictionary[FrameStream, Certificate] = WeakKeyDictionary()
 
     async def enter(self, stream: FrameStream) -> None:
@@ -106,7 +106,15 @@ class MemberGate:
                 await _let_read(stream)
                 raise
         self._streams[stream] = certificate
-        self._remember(stream.peer_id)
+        self._remember(stream.peer_id, certificate)
+
+    def has_admitted(self, peer: str) -> bool:
+        """Whether a peer has proven its membership on a stream that it opened, and the membership still holds."""
+        try:
+            self.membership.require_valid(self._proven[peer])
+        except (KeyError, NotAMember):
+            return False
+        return True
 
     async def refuse_stranger(self, stream: FrameStream) -> None:
         """Answer a stream of the open protocol with a refusal, whatever it asks. Raises `PeerLost`."""
@@ -154,10 +162,10 @@ class MemberGate:
         if not streams:
             self._unproven.pop(stream.peer_id, None)
 
-    def _remember(self, peer: str) -> None:
+    def _remember(self, peer: str, certificate: Certificate) -> None:
         """Remember that a peer has proven its membership. If there are too many, the oldest proof is forgotten."""
         self._proven.pop(peer, None)
-        self._proven[peer] = None
+        self._proven[peer] = certificate
         if len(self._proven) > MAX_PROVEN_PEERS:
             del self._proven[next(iter(self._proven))]
 

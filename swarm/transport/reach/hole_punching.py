@@ -324,7 +324,9 @@ class HolePuncher:
         seen = tcp_address(*inner_ends[1].get_extra_info("sockname")[:2])
         self._real[seen] = address
         try:
-            await asyncio.gather(_copy(outer_ends[0], inner_ends[1]), _copy(inner_ends[0], outer_ends[1]))
+            await asyncio.gather(
+                daemon_streams.carry(outer_ends[0], inner_ends[1]), daemon_streams.carry(inner_ends[0], outer_ends[1])
+            )
         finally:
             del self._real[seen]
 
@@ -352,18 +354,6 @@ async def _dial_from(port: int, address: str) -> socket.socket:
         dialing.close()
         raise
     return dialing
-
-
-async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Pass on what comes, until one of both ends."""
-    try:
-        while (data := await reader.read(CHUNK_BYTES)) and not writer.is_closing():
-            writer.write(data)
-            await writer.drain()
-    except OSError:
-        pass
-    finally:
-        writer.close()
 
 
 def _public_address(address: str) -> str | None:

@@ -13,11 +13,12 @@ from dataclasses import dataclass, replace
 from hivemind.p2p import P2P, P2PDaemonError, PeerID
 from multiaddr import Multiaddr
 
-from swarm.errors import PeerLost, RelayRefused, RemoteError
+from swarm.errors import MembershipNotProven, PeerLost, RemoteError
 from swarm.protocol import messages
 from swarm.transport import daemon_streams
 from swarm.transport.addresses import is_direct
 from swarm.transport.reach.circuit import ask_for_place
+from swarm.transport.reach.dial_back import ask
 from swarm.transport.reach.dialer import Dialer, dial_seconds
 from swarm.transport.reach.heartbeat import BEAT_PERIOD_S, BEAT_TIMEOUT_S, Heartbeat
 from swarm.transport.reach.relay_choice import PLACES, Relay, order_to_ask
@@ -286,13 +287,21 @@ class RelayPlaces:
 
     async def _reserve(self, relay: Relay) -> float:
         """Reserve a place, or renew it; when to do it again. Raises `RemoteError`."""
-        place = await ask_for_place(self._p2p, PeerID.from_base58(relay.peer_id), RELAY_TIMEOUT_S)
-        if place.is_too_small:
-            raise RelayRefused(
-                f"relay …{relay.peer_id[-6:]} ends each connection after {place.limit_bytes >> 10} KiB or "
-                f"{place.limit_s} s; it has to be started again"
-            )
-        return time.monotonic() + place.seconds * RENEW_SHARE
+        target = PeerID.from_base58(relay.peer_id)
+        try:
+            seconds = await ask_for_place(self._p2p, target, RELAY_TIMEOUT_S)
+        except MembershipNotProven:
+            await self._prove_membership(relay)
+            seconds = await ask_for_place(self._p2p, target, RELAY_TIMEOUT_S)
+        return time.monotonic() + seconds * RENEW_SHARE
+
+    async def _prove_membership(self, relay: Relay) -> None:
+        """Prove to a relay of a private swarm that this peer is a member. Raises `RemoteError`."""
+        stream = await self._open_stream(relay.peer_id)
+        try:
+            await ask(stream, [])
+        finally:
+            stream.close()
 
     async def _prove(self, relay: Relay, heartbeat: Heartbeat) -> float:
         """Prove that a relay carries connections; when to do it again. Raises `RemoteError`."""

@@ -16,7 +16,7 @@ from multiaddr import Multiaddr
 from swarm.errors import PeerLost
 from swarm.protocol import messages
 from swarm.transport import daemon_streams
-from swarm.transport.reach.circuit import RELAY_PROTOCOL_ID, HopMessage, encode_reserve
+from swarm.transport.reach.circuit import RELAY_PROTOCOL_ID, RESERVE, HopMessage, encode
 from swarm.transport.reach.heartbeat import PING_BYTES, PING_PROTOCOL_ID
 from swarm.transport.reach.relay_choice import Relay
 from tests.memory_hub import stream_pair
@@ -32,25 +32,15 @@ async def no_distance(peer_id: str) -> float:
     return 0.0
 
 
-def with_length(body: bytes) -> bytes:
-    """A protobuf message as it travels: with its length in front."""
-    length, prefix = len(body), bytearray()
-    while length >= 0x80:
-        prefix.append(length & 0x7F | 0x80)
-        length >>= 7
-    return bytes([*prefix, length]) + body
+def grant(expire: int, **fields: object) -> Any:
+    """A relay's answer that grants a place until then."""
+    limit = {"duration": 86400, "data": 1 << 36}
+    return HopMessage(type=2, status=100, reservation={"expire": expire, **fields}, limit=limit)
 
 
-def grant(expire: int, limits: tuple[int, int] = (86400, 1 << 36), **fields: object) -> bytes:
-    """A relay's answer that grants a place until then, without its length."""
-    limit = {"duration": limits[0], "data": limits[1]}
-    answer = HopMessage(type=2, status=100, reservation={"expire": expire, **fields}, limit=limit)
-    return answer.SerializeToString()
-
-
-def refuse(status: int) -> bytes:
-    """A relay's answer that grants no place, without its length."""
-    return HopMessage(type=2, status=status).SerializeToString()
+def refuse(status: int) -> Any:
+    """A relay's answer that grants no place."""
+    return HopMessage(type=2, status=status)
 
 
 class Writer:
@@ -79,6 +69,7 @@ class FakeRelay:
         is_silent: whether it says nothing any more, as behind a router that has forgotten the connection.
         seconds: for how long it grants a place.
         status: what it answers instead, if not 100.
+        is_private: whether it has still to learn that the other peer is a member.
         raw: bytes that it answers instead, with their length.
         carries: whether connections through it arrive.
         echo: what it makes of a ping, or None if it says nothing.
@@ -93,6 +84,7 @@ class FakeRelay:
         self.is_silent = False
         self.seconds = 3600
         self.status = 100
+        self.is_private = False
         self.raw: bytes | None = None
         self.carries = True
         self.echo: Callable[[bytes], bytes] | None = bytes
@@ -119,8 +111,8 @@ class FakeRelay:
         self.reserved += 1
         if self.raw is not None:
             return self.raw
-        body = grant(int(time.time()) + self.seconds) if self.status == 100 else refuse(self.status)
-        return with_length(body)
+        status = 202 if self.is_private else self.status
+        return encode(grant(int(time.time()) + self.seconds) if status == 100 else refuse(status))
 
 
 class FakeNetwork:
@@ -176,7 +168,7 @@ class FakeNetwork:
                 if relay.echo is not None:
                     reader.feed_data(relay.echo(data))
                 return
-            assert (protocol, data) == (RELAY_PROTOCOL_ID, encode_reserve())
+            assert (protocol, data) == (RELAY_PROTOCOL_ID, encode(HopMessage(type=RESERVE)))
             reader.feed_data(relay.answer_reserve())
             reader.feed_eof()
 
@@ -219,8 +211,12 @@ class FakeNetwork:
 
     async def _forget(self, peer: str, stream: Any) -> None:
         message = messages.decode_reachability((await stream.receive(0)).header)
-        assert message == messages.ForgetConnections()
-        self.forgotten.append(peer)
+        if isinstance(message, messages.DialBackRequest):  # on a stream that only members can open
+            self.relays[peer].is_private = False
+            await stream.send(messages.DialBackReply("81.2.69.142", []))
+        else:
+            assert message == messages.ForgetConnections()
+            self.forgotten.append(peer)
         stream.close()
 
     async def list_peers(self) -> list[Any]:

@@ -21,8 +21,9 @@ from swarm.transport import daemon_streams
 from swarm.transport.daemon import DaemonOptions, start_daemon
 from swarm.transport.process_folder import ProcessFolder
 from swarm.transport.reach import dialer as module
-from swarm.transport.reach.circuit import ask_for_place
+from swarm.transport.reach.circuit import RELAY_PROTOCOL_ID, ask_for_place
 from swarm.transport.reach.dialer import DIAL_TIMEOUT_S, IDLE_S, MAX_DAEMONS, Dialer
+from swarm.transport.reach.relay_service import RelayService
 from tests import virtual_time
 from tests.transport.reach.fakes import peer_id
 
@@ -334,7 +335,9 @@ async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> No
 
 async def home_behind_relay(real: Daemons) -> tuple[P2P, P2P, str]:
     """A relay, a peer that is connected to it, and the way to that peer if it gets a place."""
-    relay, address = await real.start(relayed_peers=2, is_local=False)
+    relay, address = await real.start()
+    service = RelayService(relay, places=2)
+    await relay.add_binary_stream_handler(RELAY_PROTOCOL_ID, service.serve)
     home, _ = await real.start()
     await daemon_streams.connect(home, relay.peer_id, [Multiaddr(address)])
     return relay, home, f"{address}/p2p/{relay.peer_id.to_base58()}/p2p-circuit"

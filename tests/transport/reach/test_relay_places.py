@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from swarm.transport.reach import relay_places as module
-from swarm.transport.reach.circuit import LIBP2P_LIMITS
 from swarm.transport.reach.dialer import MAX_FAR_S
 from swarm.transport.reach.heartbeat import BEAT_PERIOD_S, BEAT_TIMEOUT_S
 from swarm.transport.reach.relay_choice import PLACES, Relay
@@ -27,7 +26,7 @@ from swarm.transport.reach.relay_places import (
     RelayPlaces,
 )
 from tests import virtual_time
-from tests.transport.reach.fakes import FakeNetwork, FakeRelay, grant, with_length
+from tests.transport.reach.fakes import FakeNetwork, FakeRelay
 
 NOTICED_S = BEAT_PERIOD_S + CHECK_PERIOD_S + BEAT_TIMEOUT_S + RELAY_TIMEOUT_S + 0.1
 """After this time at the latest a relay that says nothing any more is given up."""
@@ -106,6 +105,20 @@ def test_a_peer_takes_as_many_places_as_it_needs_and_no_more(monkeypatch):
     run(scenario)
 
 
+def test_a_relay_of_a_private_swarm_is_shown_that_this_peer_is_a_member(monkeypatch):
+    async def scenario():
+        relay = server(0)
+        relay.is_private = True
+        home = Home(monkeypatch, relay)
+        await home.places.look_after()
+        assert home.held == {relay.id}
+        relay.status = 202  # it does not believe it any more
+        await home.run_for(relay.seconds)
+        assert home.held == set()
+
+    run(scenario)
+
+
 def break_up(relay: FakeRelay) -> None:
     relay.go_down()
 
@@ -141,8 +154,7 @@ BROKEN = [
     pytest.param(break_silent, id="silent"),
     pytest.param(break_carrying, id="grants, but does not carry"),
     pytest.param(break_status, id="full"),
-    pytest.param(answer_raw(with_length(b"\xff" * 20)), id="garbage"),
-    pytest.param(answer_raw(with_length(grant(10**10, LIBP2P_LIMITS))), id="ends connections too soon"),
+    pytest.param(answer_raw(b"\x14" + b"\xff" * 20), id="garbage"),
 ]
 
 
