@@ -10,6 +10,7 @@ from hivemind.p2p.p2p_daemon_bindings.control import ControlClient
 from hivemind.proto import p2pd_pb2
 
 from swarm.transport.daemon import mend_calls
+from swarm.transport.reach.circuit import encode
 
 # hivemind leaves connections to its own daemon to the garbage collector.
 pytestmark = pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning", "ignore:loop is closed:ResourceWarning")
@@ -28,12 +29,7 @@ class PlayedDaemon:
         self.reading = asyncio.ensure_future(self.control._read_from_persistent_conn(self._reader))
 
     def write(self, call_id: UUID, **fields: object) -> None:
-        data = p2pd_pb2.PersistentConnectionResponse(callId=call_id.bytes, **fields).SerializeToString()
-        length, prefix = len(data), bytearray()
-        while length >= 0x80:
-            prefix.append(length & 0x7F | 0x80)
-            length >>= 7
-        self._reader.feed_data(bytes([*prefix, length]) + data)
+        self._reader.feed_data(encode(p2pd_pb2.PersistentConnectionResponse(callId=call_id.bytes, **fields)))
 
     def answer(self, call_id: UUID, text: bytes) -> None:
         self.write(call_id, callUnaryResponse=p2pd_pb2.CallUnaryResponse(response=text))

@@ -13,7 +13,7 @@ import tempfile
 import time
 from contextlib import closing
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import get_type_hints
 
 import psutil
 import pytest
@@ -303,7 +303,6 @@ def test_a_daemon_that_does_not_start_is_not_an_unexplained_error(folder, monkey
 
 
 EVERYWHERE = ("/ip4/0.0.0.0/tcp/31337",)
-INVITE: Any = object()
 
 
 def test_for_how_many_a_peer_relays():

@@ -108,15 +108,14 @@ class RelayService:
         """
         asker, address = info.peer_id, str(info.addr)
         try:
-            host = host_of(address)
+            household = _household(host_of(address))
             with self._counted(network_of_addresses([info.addr]), writer):
                 async with asyncio.timeout(REQUEST_TIMEOUT_S):
                     request = await circuit.receive(reader, HopMessage)
-                if not request.HasField("type"):
-                    raise _Refused(Status.UNEXPECTED_MESSAGE)
-                if request.type == circuit.RESERVE:
-                    _answer(writer, await self._reserve(asker.to_base58(), host))
-                elif request.type == circuit.CONNECT:
+                kind = request.type if request.HasField("type") else None
+                if kind == circuit.RESERVE:
+                    _answer(writer, await self._reserve(asker.to_base58(), household))
+                elif kind == circuit.CONNECT:
                     await self._connect(asker, request, reader, writer)
                 else:
                     raise _Refused(Status.UNEXPECTED_MESSAGE)
@@ -145,17 +144,17 @@ class RelayService:
         finally:
             self._streams.pop(writer, None)
 
-    async def _reserve(self, asker: str, host: str) -> Any:
+    async def _reserve(self, asker: str, household: str) -> Any:
         """Grant a place; the answer. Raises `_Refused`."""
         if not self._max_places:
             raise _Refused(Status.RESERVATION_REFUSED)
         if not self._may_hold(asker):
             raise _Refused(Status.PERMISSION_DENIED)
-        if not self._has_room(asker, _household(host)):
+        if not self._has_room(asker, household):
             await self._forget_those_gone()
-        if not self._has_room(asker, _household(host)):
+        if not self._has_room(asker, household):
             raise _Refused(Status.LIMIT_EXCEEDED)
-        self._places[asker] = _Place(_household(host), time.monotonic() + PLACE_S)
+        self._places[asker] = _Place(household, time.monotonic() + PLACE_S)
         granted = {"expire": int(time.time()) + PLACE_S}
         return HopMessage(type=circuit.STATUS, status=Status.OK, reservation=granted, limit=self._limit())
 
@@ -185,10 +184,11 @@ class RelayService:
     ) -> None:
         """Carry a connection to the holder of a place until it ends. Raises `_Refused`, `IncompleteReadError`."""
         target = PeerID(request.peer.id)
-        place = self._places.get(target.to_base58())
-        if place is None or place.expires_at <= time.monotonic() or not self._may_hold(target.to_base58()):
+        holder = target.to_base58()
+        place = self._places.get(holder)
+        if place is None or place.expires_at <= time.monotonic() or not self._may_hold(holder):
             raise _Refused(Status.NO_RESERVATION)
-        if target.to_base58() not in await self._connected():
+        if holder not in await self._connected():
             raise _Refused(Status.NO_RESERVATION)
         offer = StopMessage(type=circuit.STOP_CONNECT, peer={"id": asker.to_bytes()}, limit=self._limit())
         inner_reader, inner_writer = await self._offer(target, offer)
