@@ -109,6 +109,10 @@ class KeyFileError(UsageError):
     """A gateway's key file cannot be used, or cannot be changed as requested."""
 
 
+class ReceiptFileError(UsageError):
+    """A file of receipts cannot be read."""
+
+
 class MembershipError(UsageError):
     """An invite or an authority's file cannot be used, or the swarm does not accept this peer as a member."""
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from swarm.errors import PeerLost, ProtocolViolation
 from swarm.protocol.messages import Message
+from swarm.transport.identity import Signature
 from swarm.transport.stream import FrameStream, Stream, StreamHandler
 
 MAX_UNREAD_BYTES = 1 << 18
@@ -171,6 +172,9 @@ class MemoryNetwork:
 
     def knows(self, peer_id: str) -> bool:
         return False  # there is no DHT
+
+    def sign(self, data: bytes) -> Signature:
+        raise NotImplementedError("peers in memory have no keys")
 
 
 class _Pipe:

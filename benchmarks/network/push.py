@@ -76,8 +76,12 @@ class OneRoute:
     def timeout_factor(self, peer_id: str) -> float:
         return 1.0
 
-    def trusts_link(self, before: str, after: str) -> bool:
+    def may_push(self, before: str, after: str) -> bool:
         return True
+
+    def alternative(self, current: Route, before: str | None, after: str | None, max_length: int) -> None: ...
+
+    def note_step(self, hop: Hop, seconds: float, tokens: int) -> None: ...
 
     def distrust_link(self, before: str, after: str) -> None:
         raise SystemExit(f"{before} or {after} lied")
@@ -97,7 +101,7 @@ async def in_memory(path: Path, servers: int, delay: float, tokens: int, repeats
         sessions = SessionTable(1 << 16, time.monotonic)
         network = MemoryNetwork(hub, name)
         await network.serve(MessageHandler(network, model, checkpoint.revision, sessions, Engine(compute_threads[-1])))
-        hops.append(Hop(_info(name, span, checkpoint.revision), span))
+        hops.append(Hop(info_of(name, span, checkpoint.revision), span))
 
     async def run(push: bool) -> list[float]:
         options = RequestOptions(checkpoint.revision, WireFormat.NONE, 60.0, push)
@@ -124,7 +128,7 @@ async def in_memory(path: Path, servers: int, delay: float, tokens: int, repeats
     return found
 
 
-def _info(name: str, span: Span, revision: str) -> ServerInfo:
+def info_of(name: str, span: Span, revision: str) -> ServerInfo:
     return ServerInfo(
         peer_id=name,
         span=span,

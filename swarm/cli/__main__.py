@@ -23,6 +23,7 @@ COMMANDS = {
     "members": "swarm.cli.members",
     "keys": "swarm.cli.keys",
     "digest": "swarm.cli.digest",
+    "receipt": "swarm.cli.receipt",
 }
 
 

@@ -21,6 +21,7 @@ from swarm.client.wire.adapter_upload import AdapterUpload, PackedAdapter
 from swarm.common.warn_once import WarnOnce
 from swarm.data_structures import ServerInfo, Span
 from swarm.dht.validation import AnnouncementValidator
+from swarm.protocol.messages import Receipt
 from swarm.routing.batch_split import BatchShare
 from swarm.transport.p2p import P2PConfig, Peer
 
@@ -95,6 +96,7 @@ class SwarmConnection:
         adapter: PackedAdapter,
         listener: EventListener | None = None,
         early_exits: bool = False,
+        kept_receipts: dict[bytes, Receipt] | None = None,
     ) -> Chain:
         """The chain of a new session over all remote blocks; it is not open yet.
 
@@ -102,7 +104,7 @@ class SwarmConnection:
             max_length: maximum number of tokens of each sequence.
             adapter: what is added to the blocks.
             listener: receives the events of this session, besides the listeners of the connection.
-            early_exits: see `SessionContext`.
+            early_exits, kept_receipts: see `SessionContext`.
         """
         emit = broadcast([*self._listeners, *([listener] if listener is not None else [])])
         upload = AdapterUpload(adapter, self._requester.ledger)
@@ -116,6 +118,7 @@ class SwarmConnection:
                 upload,
                 emit,
                 early_exits=early_exits,
+                kept_receipts=kept_receipts,
             )
         )
 

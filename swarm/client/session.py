@@ -32,7 +32,7 @@ from swarm.data_structures import HopTiming, Route, Span, StepLayout
 from swarm.errors import SessionClosed, TooLong, UsageError
 from swarm.models.placeholder_cache import PlaceholderCache
 from swarm.models.rope_lengths import rope_limit
-from swarm.protocol.messages import ExitTerms
+from swarm.protocol.messages import ExitTerms, Receipt
 
 
 @dataclass(frozen=True)
@@ -64,6 +64,7 @@ class InferenceSession:
         connection: the model's connection to the swarm.
         max_length: maximum number of tokens of each sequence; servers reserve cache space for them.
         listener: receives the events of the session; see `swarm.client.routes.events`.
+        keep_receipts: get the receipt of each server that is left, too, and of all at the end; see `receipts`.
 
     Attributes:
         cache: the session as transformers sees it.
@@ -74,8 +75,14 @@ class InferenceSession:
     """
 
     def __init__(
-        self, model: Any, connection: SwarmConnection, max_length: int, listener: EventListener | None = None
+        self,
+        model: Any,
+        connection: SwarmConnection,
+        max_length: int,
+        listener: EventListener | None = None,
+        keep_receipts: bool = False,
     ) -> None:
+        self._kept_receipts: dict[bytes, Receipt] | None = {} if keep_receipts else None
         self._chain: Chain | None = None
         if max_length < 1:
             raise ValueError(f"max_length={max_length} is not valid: a session needs space for at least one token")
@@ -283,6 +290,22 @@ class InferenceSession:
         """Find a route and reserve cache space on its servers now, instead of at the first step."""
         return self._open_chain().route
 
+    def receipts(self) -> tuple[Receipt, ...]:
+        """What the servers have computed for this session, signed by them: evidence for others.
+
+        Each is compared with what this client knows. With `keep_receipts`, those of servers that were left in order
+        come first, and after `close` there are those of all servers. `swarm.trust.receipts.write_receipts` writes them
+        to a file, which `swarm receipt verify` reads.
+
+        Raises:
+            ProtocolViolation: a server has signed something else than it has answered; the session goes on without it.
+            RemoteError: a server gave no receipt.
+        """
+        kept = tuple((self._kept_receipts or {}).values())
+        if self._chain is None or not self._chain.is_open:
+            return kept
+        return (*kept, *self._connection.run(self._chain.receipts()))
+
     def resume(self) -> Route:
         """Replace lost servers now, instead of at the next step.
 
@@ -353,7 +376,9 @@ class InferenceSession:
         self._connection.run(before.close())
 
     def _new_chain(self) -> Chain:
-        return self._connection.new_chain(self.max_length, self._adapter, self._listener, self._early_exits)
+        return self._connection.new_chain(
+            self.max_length, self._adapter, self._listener, self._early_exits, self._kept_receipts
+        )
 
     def _open_chain(self) -> Chain:
         """The open chain; it is opened if it is not yet."""

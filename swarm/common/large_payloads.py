@@ -13,6 +13,15 @@ MAX_INLINE_BYTES = 1 << 17
 """Up to this size the checksum and the check for NaN take less time (0.1 ms) than handing them to another thread."""
 
 
+def do_later(size: int, work: Callable[[], object]) -> None:
+    """Have `work` on `size` bytes done for which nobody waits: when the network loop is free, or in a thread."""
+    loop = asyncio.get_running_loop()
+    if size <= MAX_INLINE_BYTES:
+        loop.call_soon(work)
+    else:
+        loop.run_in_executor(None, work)
+
+
 async def run_large(size: int, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     """The result of `work` on `size` bytes: computed here if they are few, else in a thread. Raises what it raises.
 

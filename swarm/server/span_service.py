@@ -137,7 +137,15 @@ class SpanService:
         )
         logger.info("Requests: %s of memory for those on their way", format_bytes(config.request_memory))
         handler = MessageHandler(
-            network, model, checkpoint.revision, sessions, engine, limits, adapters=adapters, observer=observer
+            network,
+            model,
+            checkpoint.revision,
+            sessions,
+            engine,
+            limits,
+            adapters=adapters,
+            observer=observer,
+            quantization=config.quantization,
         )
         reporter = FlashReporter(model, observer)
         return cls(span, model, sessions, handler, engine, adapters, throughput, load_seconds, reporter)

@@ -9,7 +9,9 @@ from __future__ import annotations
 import hashlib
 import os
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
+from typing import NamedTuple
 
 import multihash
 from cryptography.exceptions import UnsupportedAlgorithm
@@ -18,9 +20,19 @@ from cryptography.hazmat.primitives.asymmetric import rsa
 from google.protobuf.message import DecodeError
 from hivemind.p2p import P2P, PeerID
 from hivemind.proto import crypto_pb2
-from hivemind.utils.crypto import RSAPrivateKey
+from hivemind.utils.crypto import RSAPrivateKey, RSAPublicKey
 
 from swarm.errors import IdentityError
+
+KEY_BITS = range(2048, 4096 + 1)
+"""Sizes of a peer's RSA key: libp2p takes no smaller ones, and larger ones only make verifying slower."""
+
+
+class Signature(NamedTuple):
+    """A signature in base64, and the signer's public key in OpenSSH format."""
+
+    public_key: bytes
+    signature: bytes
 
 
 @dataclass(frozen=True)
@@ -30,6 +42,10 @@ class Identity:
     path: Path
     private_key: RSAPrivateKey
     peer_id: str
+
+    def sign(self, data: bytes) -> Signature:
+        """The peer's signature of some bytes, which should say what they are for."""
+        return Signature(self.private_key.get_public_key().to_bytes(), self.private_key.sign(data))
 
 
 def load_or_create(path: Path) -> Identity:
@@ -58,6 +74,31 @@ def load_or_create(path: Path) -> Identity:
             f"the identity file {path} does not hold a libp2p RSA key ({error}); give the path of a new file to create "
             "a new identity"
         ) from None
+
+
+@dataclass(frozen=True)
+class PublicKey:
+    """Another peer's key, and its peer id."""
+
+    peer_id: str
+    key: RSAPublicKey
+
+    @staticmethod
+    @lru_cache(maxsize=4096)
+    def parse(encoded: bytes) -> PublicKey:
+        """The key in OpenSSH format, without a comment. Raises `ValueError` if it is not a peer's RSA key."""
+        peer_id = peer_id_of(encoded)
+        key = serialization.load_ssh_public_key(encoded)
+        if not isinstance(key, rsa.RSAPublicKey):
+            raise ValueError("the key is not an RSA key")
+        public, numbers = RSAPublicKey(key), key.public_numbers()
+        if public.to_bytes() != encoded or numbers.n.bit_length() not in KEY_BITS or numbers.e != 65537:
+            raise ValueError("the key is not one that peers have")
+        return PublicKey(peer_id, public)
+
+    def is_signed(self, data: bytes, signature: bytes) -> bool:
+        """Whether its owner has signed these bytes."""
+        return bool(self.key.verify(data, signature))
 
 
 def peer_id_of(public_key_ssh: bytes) -> str:

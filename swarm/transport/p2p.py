@@ -35,7 +35,7 @@ from swarm.transport import addresses
 from swarm.transport.daemon import DaemonOptions, start_daemon
 from swarm.transport.dht.node import DhtNode
 from swarm.transport.dht.records import RecordRules
-from swarm.transport.identity import Identity, load_or_create
+from swarm.transport.identity import Identity, Signature, load_or_create
 from swarm.transport.members.dht_lock import DhtLock
 from swarm.transport.members.gate import Greetings, MemberGate, greet_all, require_welcome
 from swarm.transport.peer_streams import PeerStreams
@@ -271,6 +271,9 @@ class Peer:
 
     def knows(self, peer_id: str) -> bool:
         return self.dht.knows(peer_id)
+
+    def sign(self, data: bytes) -> Signature:
+        return self.identity.sign(data)
 
     @property
     def revocations(self) -> Revocations:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from swarm.errors import PeerLost, PeerTimeout
 from swarm.protocol.framing import MAX_PAYLOAD_BYTES, PREFIX_BYTES, Frame, decode_prefix, encode_prefix
 from swarm.protocol.messages import Message, encode
+
+if TYPE_CHECKING:
+    from swarm.transport.identity import Signature
 
 MAX_COALESCED_BYTES = 1 << 16
 """Payloads up to this size are sent in one write with their header. Two writes would wake every process on the way
@@ -69,6 +72,9 @@ class Network(Protocol):
 
     def knows(self, peer_id: str) -> bool:
         """Whether this peer has been in touch with another one lately, so that reaching it costs little."""
+
+    def sign(self, data: bytes) -> Signature:
+        """This peer's signature of some bytes."""
 
 
 class FrameStream:

@@ -60,6 +60,7 @@ OPTIONS = {
     "members": {"--help"},
     "keys": {"--help"},
     "digest": {"model", "--revision", "--for-peers", "--help"},
+    "receipt": {"--help"},
 }  # fmt: skip
 
 

@@ -45,6 +45,9 @@ Frame = tuple[messages.Message, bytes | memoryview]
 Tamper = Callable[[messages.Message, bytes | memoryview], Frame]
 
 
+HONEST: Tamper = lambda message, payload: (message, payload)  # noqa: E731
+
+
 class Server:
     """A real handler with a span of the model, and what it was sent.
 
@@ -64,7 +67,7 @@ class Server:
         self.network = MemoryNetwork(hub, info.peer_id)
         network = _TappedNetwork(self, "a peer it has never heard of" if older else info.peer_id)
         self.handler = MessageHandler(network, model.narrowed(info.span), REVISION, self.sessions, Engine(runtime))
-        self.tamper: Tamper = lambda message, payload: (message, payload)
+        self.tamper: Tamper = HONEST
         self.heard: list[tuple[str, messages.ClientMessage]] = []
 
     async def serve(self, stream: Stream) -> None:

@@ -29,7 +29,7 @@ INPUT = PackedHidden(b"i" * 48, 3, HIDDEN, WireFormat.NONE, "float32")
 OUTPUT = b"o" * 24
 """Three tokens of four values in 16 bits."""
 
-RIGHT = bytes(16)
+RIGHT = bytes(32)
 """Stands for the checksum of the request that is answered."""
 
 KEPT = (messages.AdaptersStored(600.0), b"")

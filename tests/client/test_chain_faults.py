@@ -20,7 +20,7 @@ import pytest
 from swarm.data_structures import StepLayout
 from swarm.protocol import messages
 from tests import virtual_time
-from tests.client.chains import BLOCKS, CLIENT, Conversation, Server, Swarm
+from tests.client.chains import BLOCKS, CLIENT, HONEST, Conversation, Server, Swarm
 from tests.slow import slow_except
 
 SERVERS = {
@@ -181,10 +181,21 @@ def play(model: Any, seed: int) -> list[str]:
                 log.append("interrupt")
             with suppress(asyncio.CancelledError):
                 await step
+        await require_equal_records(swarm, talk)
         await talk.chain.close()
         log.append(str(swarm.planner.failures))
 
     return run_logged(scenario, seed, log)
+
+
+async def require_equal_records(swarm: Swarm, talk: Conversation) -> None:
+    """Whatever happened, each honest server that is left can sign what its client knows."""
+    await talk.chain._advance(everywhere=True)
+    for hop in talk.chain._hops:
+        server, number = swarm.servers[hop.peer_id], hop.record.last
+        session = server.sessions._sessions.get((CLIENT, hop.session_id))
+        if session is not None and server.tamper is HONEST and number is not None:
+            assert session.record.totals(number) == hop.record.totals(number) is not None, hop.peer_id
 
 
 def run_logged(scenario: Callable[[], Coroutine[Any, Any, None]], seed: int, log: list[str]) -> list[str]:

@@ -99,7 +99,7 @@ def test_servers_are_told_how_tokens_leave_before_anything_is_computed():
     connection = Connection("open", "open", "open")
     plain, session = (InferenceSession(MODEL, connection, 8) for _ in range(2))
     plain.open()
-    assert connection.arguments[-1] is False
+    assert connection.arguments[3] is False
     plain.cache.commit(1, 3, None, None)
     with pytest.raises(UsageError, match="has computed tokens without; pass early_exit to inference_session as well"):
         plain.prepare_for(options)
@@ -108,10 +108,10 @@ def test_servers_are_told_how_tokens_leave_before_anything_is_computed():
     plain.prepare_for(options)
     assert not connection.chains[0].is_open
     plain.open()
-    assert connection.arguments[-1] is True
+    assert connection.arguments[3] is True
     session.prepare_for(options)
     session.open()
-    assert connection.arguments[-1] is True
+    assert connection.arguments[3] is True
     session.cache.commit(1, 3, None, None)
     session.prepare_for(options)
     session.prepare_for(EarlyExit())

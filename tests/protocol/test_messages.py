@@ -25,7 +25,7 @@ names = st.text(max_size=256)
 formats = st.sampled_from(WireFormat)
 milliseconds = st.floats(0, 1e9)
 session_ids = st.binary(min_size=16, max_size=16)
-checksums = st.binary(min_size=16, max_size=16)
+checksums = st.binary(min_size=32, max_size=32)
 exit_terms = st.builds(
     messages.ExitTerms,
     confidence=st.sampled_from(["softmax", "similarity", "classifier"]),
@@ -97,6 +97,7 @@ CLIENT_MESSAGES: dict[type, st.SearchStrategy[messages.ClientMessage]] = {
         offsets=st.none() | sequences,
         return_outputs=st.booleans(),
     ),
+    messages.ReceiptRequest: st.builds(messages.ReceiptRequest, step=st.integers(0, 2**31 - 2)),
     messages.CloseSession: st.just(messages.CloseSession()),
     messages.ForwardRequest: st.builds(
         messages.ForwardRequest,
@@ -142,6 +143,12 @@ SERVER_MESSAGES: dict[type, st.SearchStrategy[messages.ServerMessage]] = {
     ),
     messages.ReplayReply: st.builds(
         messages.ReplayReply, format=formats, dtype=names, compute_ms=milliseconds, input_checksum=checksums
+    ),
+    messages.Receipt: st.builds(
+        messages.Receipt,
+        statement=st.binary(max_size=messages.MAX_STATEMENT_BYTES),
+        public_key=st.binary(max_size=messages.MAX_SIGNATURE_BYTES),
+        signature=st.binary(max_size=messages.MAX_SIGNATURE_BYTES),
     ),
     messages.ForwardReply: st.builds(messages.ForwardReply, format=formats, dtype=names, compute_ms=milliseconds),
     messages.BackwardReply: st.builds(messages.BackwardReply, format=formats, dtype=names, compute_ms=milliseconds),
@@ -283,7 +290,7 @@ DIGEST = bytes(32)
 OPEN = ["OpenSession", b"0123456789abcdef", "main", 0, 3, 64, "none"]
 STEP = ["StepRequest", 0, [0, 4], [2, 1], "none", "float32", None]
 EXITS = ["ExitTerms", "softmax", [[4, 0.5], [8, 0.25]], "row"]
-REPLY = ["StepReply", 0, "none", "float32", 1.5, b"0123456789abcdef", True]
+REPLY = ["StepReply", 0, "none", "float32", 1.5, bytes(32), True]
 LINK = ["SetNeighbors", "before", "behind", b"0123456789abcdef"]
 PUSH = ["PushRequest", "client", b"0123456789abcdef", STEP]
 REPLAY = ["ReplayRequest", 7, [0, 4], [2, 0], "none", "float32", None, True]
@@ -460,7 +467,7 @@ OUTSIDE_OF_THE_SCHEMA = [
     ("no checksum", changed(REPLY, 5, None)),
     ("a step that none can follow", changed(STEP, 1, 2**31 - 1)),
     ("link with too many rows", changed([*LINK, 1], 4, MAX_SEQUENCES + 1)),
-    ("replay took negative time", changed(["ReplayReply", "none", "float32", 1.5, bytes(16)], 3, -1.0)),
+    ("replay took negative time", changed(["ReplayReply", "none", "float32", 1.5, bytes(32)], 3, -1.0)),
     ("negative item", changed(CHUNK, 2, -1)),
     ("item beyond any", changed(CHUNK, 2, 2**31)),
     ("chunk is a truth value", changed(CHUNK, 3, True)),
@@ -514,8 +521,8 @@ def test_bad_utf8_inside_of_a_field():
 def test_a_time_that_cannot_be():
     for number in [math.inf, math.nan, -0.1, 1e10]:
         for message in (
-            messages.StepReply(0, WireFormat.NONE, "float32", number, bytes(16)),
-            messages.ReplayReply(WireFormat.NONE, "float32", number, bytes(16)),
+            messages.StepReply(0, WireFormat.NONE, "float32", number, bytes(32)),
+            messages.ReplayReply(WireFormat.NONE, "float32", number, bytes(32)),
             messages.ForwardReply(WireFormat.NONE, "float32", number),
         ):
             refused_by_all(messages.encode(message))

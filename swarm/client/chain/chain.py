@@ -34,8 +34,8 @@ from swarm.client.wire.packed_hidden import PackedHidden
 from swarm.client.wire.reply_checks import describe_hop
 from swarm.common.weak_callback import weak_callback
 from swarm.data_structures import HopTiming, Route, StepLayout
-from swarm.errors import PeerTimeout, SessionClosed
-from swarm.protocol.messages import ExitTerms
+from swarm.errors import PeerTimeout, ProtocolViolation, SessionClosed
+from swarm.protocol.messages import ExitTerms, Receipt
 
 MAX_STEPS_UNDER_WAY = 32
 """Steps of a few tokens that a server may have been handed and not answered."""
@@ -198,6 +198,23 @@ class Chain:
             if hop in self._hops.hops and (hop.progress.error is not None or hop.progress.leaving is not None):
                 await self._hops.repair(self._hops.hops.index(hop))
 
+    async def receipts(self) -> list[Receipt]:
+        """What the servers have computed so far, signed by them, in the order of the route.
+
+        Waits for the answers that have yet to come. Raises as `steps` does, or as `HopSession.receipt`; a server whose
+        receipt is wrong is left.
+        """
+        await self._advance(everywhere=True)
+        found: list[Receipt] = []
+        for hop in self._hops.hops:
+            try:
+                receipt = await hop.receipt()
+            except ProtocolViolation as error:
+                hop.progress.on_failed(error)
+                raise
+            found += [receipt] if receipt is not None else []
+        return found
+
     async def close(self) -> None:
         """Free the session on all servers."""
         self._closed = True
@@ -285,10 +302,12 @@ class Chain:
             return
         behind = hops.index(hop) + 1
         following = hops[behind] if behind < len(hops) else None
+        onward = step.onward(outputs)
+        hop.add_outputs(onward)
         if following is None:
             self._outputs[number] = outputs
         else:
-            self._pass_on(hop, following, step.onward(outputs))
+            self._pass_on(hop, following, onward)
         is_right = self._check_inputs()
         if self._everywhere or not is_right or following is None or not self._hops.may_wait_on(following, number):
             self._changed.set()

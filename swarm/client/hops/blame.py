@@ -42,7 +42,6 @@ from typing import TYPE_CHECKING
 from swarm.client.hops.input_history import Step
 from swarm.common.large_payloads import MAX_INLINE_BYTES
 from swarm.errors import NotFiniteOutputs, ProtocolViolation
-from swarm.protocol.input_checksum import input_checksum
 
 if TYPE_CHECKING:
     from swarm.client.hops.hop_session import HopSession
@@ -120,14 +119,18 @@ class InputClaims:
         return Verdict.LINK if self.was_open else Verdict.LIAR
 
     def _own_checksum(self, step: Step) -> bytes | None:
-        if len(step.hidden.payload) <= MAX_INLINE_BYTES:
-            return input_checksum(step.request, step.hidden.payload)
-        task = self._checksums.get(step.number)
-        if task is None:
-            work = asyncio.to_thread(input_checksum, step.request, step.hidden.payload)
+        checksum = step.checksum
+        if checksum.size <= MAX_INLINE_BYTES or checksum.is_known:
+            return checksum.value
+        if step.number not in self._checksums:
+            work = asyncio.to_thread(lambda: checksum.value)
             task = self._checksums[step.number] = asyncio.get_running_loop().create_task(work)
-            task.add_done_callback(lambda _: self._on_change())
-        return self._checksums.pop(step.number).result() if task.done() else None
+            task.add_done_callback(lambda _: self._on_checksum(step.number))
+        return None
+
+    def _on_checksum(self, number: int) -> None:
+        self._checksums.pop(number, None)
+        self._on_change()
 
 
 @dataclass(frozen=True, slots=True)

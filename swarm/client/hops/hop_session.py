@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
 import time
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -33,11 +35,13 @@ from swarm.common.large_payloads import run_large
 from swarm.common.weak_callback import weak_callback
 from swarm.data_structures import Hop, Span, StepLayout
 from swarm.errors import (
+    CacheReclaimed,
     NotFiniteOutputs,
     PeerLost,
     PeerTimeout,
     ProtocolViolation,
     RemoteError,
+    ServerClosing,
     SuspectOutputs,
     TooLargeReply,
     remote_error,
@@ -45,12 +49,19 @@ from swarm.errors import (
 from swarm.protocol import messages
 from swarm.protocol.input_checksum import input_checksum
 from swarm.transport.stream import Network, Stream
+from swarm.trust.receipts import ServedBlocks, make_statement, require_same
+from swarm.trust.session_record import SessionRecord
+
+logger = logging.getLogger(__name__)
 
 CACHE_WAIT_S = 1.0
 """Seconds that a full server may let this client wait for space in its cache, before another server is asked."""
 
 OPEN_TIMEOUT_S = 5.0
 """Seconds to connect and to open the session."""
+
+RECEIPT_TIMEOUT_S = 2.0
+"""Seconds that a server gets to sign a receipt."""
 
 CLOSE_TIMEOUT_S = 1.0
 """Seconds that a server gets to read that a session is over."""
@@ -74,6 +85,8 @@ class SessionContext:
         adapter: what is added to the blocks.
         emit: receives the session's events.
         early_exits: whether servers may be asked to let tokens leave inside their spans, which is approximate.
+        kept_receipts: where the receipts of servers that are left go, by session at the server; None if they are not
+            asked for.
     """
 
     network: Network
@@ -84,6 +97,7 @@ class SessionContext:
     adapter: AdapterUpload = field(default_factory=AdapterUpload)
     emit: EventListener = ignore_events
     early_exits: bool = False
+    kept_receipts: dict[bytes, messages.Receipt] | None = None
 
 
 class HopSession:
@@ -97,6 +111,7 @@ class HopSession:
         progress: which steps the server has and has answered.
         claims: what it says that it has computed, and was not compared yet (see `blame`).
         misled: what it has computed is not what this client knows, so its session has to begin again.
+        record: what it has computed, as this client knows it; see `receipt`.
 
     Args:
         context: the constants of the session.
@@ -121,6 +136,7 @@ class HopSession:
         self.progress = HopProgress(describe_hop(hop), initial_estimate(hop, factor, context.options.timeout))
         self.claims = InputClaims(on_change)
         self.misled = False
+        self.record = SessionRecord()
         self._context = context
         self._on_reply = on_reply
         self._on_change = on_change
@@ -131,6 +147,9 @@ class HopSession:
         self._neighbors = messages.SetNeighbors(None, None, None)
         self._opening_seconds = 0.0
         self._sending: asyncio.Task[None] | None = None
+        self._receipts: deque[tuple[int, asyncio.Future[messages.Receipt]]] = deque()
+        """Receipts that were asked for and have not come, also those for which nobody waits any more."""
+        self._farewell: asyncio.Task[None] | None = None
 
     @property
     def peer_id(self) -> str:
@@ -170,6 +189,9 @@ class HopSession:
         self._opening_seconds = time.perf_counter() - began
         self.progress.on_opened()
         self._unanswered_replays = 0
+        self._receipts.clear()
+        if reply.next_step == 0:
+            self.record.clear()
         self._stream.listen()
         return reply.next_step
 
@@ -200,10 +222,18 @@ class HopSession:
         self.history.add(step)
         self.progress.on_input_received(step.number)
 
+    def add_outputs(self, step: Step) -> None:
+        """The outputs of a step, as the next hop's input, have come to this client."""
+        claim = self.claims.open.get(step.number)
+        if claim is not None and claim.checksum is not None:
+            self.record.add_step(claim.checksum, step.checksum)
+            step.checksum.compute_later()
+
     def give_up(self, after: int, copied_rows: bool) -> None:
         """Forget the steps behind number `after`."""
         self.history.drop_after(after)
         self.claims.forget_after(after)
+        self.record.drop_after(after)
         self.progress.on_given_up(after, copied_rows)
 
     def mislead(self, number: int, keeps_inputs: bool = False) -> None:
@@ -213,7 +243,7 @@ class HopSession:
         if not keeps_inputs:
             self.history.forget_from(number)
         self.progress.on_misled(number, self.history.last)
-        self._fail_replay(SuspectOutputs(f"{describe_hop(self.hop)} has to begin again"))
+        self._fail_waiting(SuspectOutputs(f"{describe_hop(self.hop)} has to begin again"))
 
     @property
     def refill_seconds(self) -> float:
@@ -270,12 +300,53 @@ class HopSession:
         # Only this client can replay.
         if reply.input_checksum != await run_large(len(hidden.payload), input_checksum, request, hidden.payload):
             raise ProtocolViolation(f"{describe_hop(self.hop)} says that it was sent something else to replay")
+        self.record.add_replay(request, reply.input_checksum, payload if want_outputs else None)
         return (
             await run_large(len(payload), validate_outputs, self.hop, outputs, payload, reply) if want_outputs else None
         )
 
+    async def receipt(self) -> messages.Receipt | None:
+        """The server's receipt of all that it has answered and that stands; None if that is nothing.
+
+        Raises `PeerLost`, `PeerTimeout`, the `RemoteError` with which the server refuses, or `ProtocolViolation` if the
+        receipt does not say what this client knows.
+        """
+        number = self.record.last
+        totals = self.record.totals(number) if number is not None else None
+        if totals is None:
+            return None
+        expected = make_statement(
+            self.peer_id,
+            self._context.network.peer_id,
+            self.session_id,
+            ServedBlocks.of(self.hop.server, self.hop.span),
+            self._context.options.wire,
+            self._context.adapter.adapter.digests(self.hop.span),
+            self._context.early_exits,
+            totals,
+        )
+        found = await self._ask_for_receipt(totals.number)
+        try:
+            require_same(found, expected)
+        except ProtocolViolation as error:
+            raise ProtocolViolation(f"{describe_hop(self.hop)}: {error}") from None
+        return found
+
+    async def _ask_for_receipt(self, number: int) -> messages.Receipt:
+        answer: asyncio.Future[messages.Receipt] = asyncio.get_running_loop().create_future()
+        self._receipts.append((number, answer))
+        try:
+            await self._send(messages.ReceiptRequest(number), b"", RECEIPT_TIMEOUT_S)
+            async with asyncio.timeout(RECEIPT_TIMEOUT_S):
+                return await answer
+        except TimeoutError:
+            raise PeerTimeout(f"{describe_hop(self.hop)} signed nothing within {RECEIPT_TIMEOUT_S:.0f} s") from None
+
     async def close(self) -> None:
-        """Free the session at the server, if it can still be told."""
+        """Free the session at the server, if it can still be told. Get its receipt before, if they are kept."""
+        error = self.progress.error
+        if error is None or isinstance(error, ServerClosing | CacheReclaimed):
+            await self._keep_receipt()
         self.claims.forget_after(NO_STEP)
         self.progress.on_closed()
         if self._sending:
@@ -284,8 +355,23 @@ class HopSession:
         may_answer = self.progress.may_be_answered or not self._stream.is_listening
         await self._stream.close(drain=may_answer and self.progress.error is None)
 
+    async def _keep_receipt(self) -> None:
+        """Get the server's receipt, if receipts are kept."""
+        kept = self._context.kept_receipts
+        if kept is None:
+            return
+        try:
+            if (receipt := await self.receipt()) is not None:
+                kept[self.session_id] = receipt
+        except RemoteError as error:
+            logger.info("no receipt: %s", error)
+            if isinstance(error, ProtocolViolation):
+                self._context.routes.report_failure(self.peer_id, error)
+
     def hang_up(self) -> None:
         """End the connection without a word."""
+        if self._farewell:
+            self._farewell.cancel()
         self._stream.hang_up()
 
     async def _send(self, message: messages.Message, payload: bytes | memoryview, seconds: float) -> None:
@@ -307,6 +393,10 @@ class HopSession:
                 answered = self._on_step_reply(reply, payload)
             case messages.Refusal():
                 self._on_refusal(reply)
+            case messages.Receipt() if self._receipts:
+                _, receipt = self._receipts.popleft()
+                if not receipt.done():
+                    receipt.set_result(reply)
             case messages.ReplayReply() if self._unanswered_replays:
                 if (answer := self._oldest_replay()) is not None:
                     answer.set_result((reply, payload))
@@ -315,7 +405,7 @@ class HopSession:
             case _:
                 raise unexpected_reply(self.hop, reply)
         if self.progress.error is not None:
-            self._fail_replay(self.progress.error)
+            self._fail_waiting(self.progress.error)
         if not answered:
             self._on_change()
 
@@ -360,7 +450,15 @@ class HopSession:
             if (answer := self._oldest_replay()) is not None:
                 answer.set_exception(error)
             return
+        if self._receipts and refusal.step == self._receipts[0][0]:
+            _, receipt = self._receipts.popleft()
+            if not receipt.done():
+                receipt.set_exception(error)
+            return
         self.progress.on_refused(error, refusal.step)
+        if self.progress.leaving is not None and self._farewell is None:
+            # It may be gone when the next step comes.
+            self._farewell = asyncio.get_running_loop().create_task(self._keep_receipt())
 
     def _oldest_replay(self) -> _ReplayReply | None:
         """What waits for the answer to the oldest replay, which has come: only the newest does, and others were
@@ -374,12 +472,15 @@ class HopSession:
             self._doubt(error)
         elif not self.misled:
             self.progress.on_failed(error)
-        self._fail_replay(error)
+        self._fail_waiting(error)
         self._on_change()
 
-    def _fail_replay(self, error: Exception) -> None:
+    def _fail_waiting(self, error: Exception) -> None:
         if self._replay_reply is not None and not self._replay_reply.done():
             self._replay_reply.set_exception(error)
+        for _, receipt in self._receipts:
+            if not receipt.done():
+                receipt.set_exception(error)
 
 
 class HopStream:

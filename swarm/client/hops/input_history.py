@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 
@@ -17,6 +18,7 @@ from swarm.client.wire.reply_checks import AllowedExits, OutputShape
 from swarm.common.dtypes import dtype_name
 from swarm.data_structures import StepLayout, WireFormat
 from swarm.protocol.compression import decode_tensor, encode_tensor
+from swarm.protocol.input_checksum import LaterChecksum
 from swarm.protocol.messages import ExitTerms, StepRequest
 
 MAX_UNFOLDED_STEPS = 1024
@@ -30,7 +32,7 @@ whole long text at once would be too large for many (decision 36)."""
 _CPU = torch.device("cpu")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Step:
     """One step of a session.
 
@@ -60,6 +62,11 @@ class Step:
     def onward(self, hidden: PackedHidden) -> Step:
         """The same step at the hop behind, which gets `hidden`."""
         return Step(self.number, self.layout, hidden, self.epoch, self.follows, self.exits, self.exit_block)
+
+    @cached_property
+    def checksum(self) -> LaterChecksum:
+        """That of what goes into the hop."""
+        return LaterChecksum(self.request, self.hidden.payload)
 
     @property
     def request(self) -> StepRequest:

@@ -86,7 +86,12 @@ class DistributedModelMixin:
         return self.get_input_embeddings()  # type: ignore[attr-defined, no-any-return]
 
     def inference_session(
-        self, *, max_length: int, listener: EventListener | None = None, early_exit: EarlyExit | None = None
+        self,
+        *,
+        max_length: int,
+        listener: EventListener | None = None,
+        early_exit: EarlyExit | None = None,
+        keep_receipts: bool = False,
     ) -> InferenceSession:
         """A session for up to `max_length` tokens of each sequence; servers reserve cache space at the first step.
 
@@ -100,9 +105,11 @@ class DistributedModelMixin:
                 `swarm.client.routes.events`.
             early_exit: when tokens leave early in every `generate` that uses the session and does not say. The session
                 is opened for that.
+            keep_receipts: have servers that are left, and all at the end, sign what they have computed; see
+                `InferenceSession.receipts`.
         """
         count = 0 if self.prompts is None else len(self.prompts)
-        session = InferenceSession(self, self.swarm, max_length + count, listener)
+        session = InferenceSession(self, self.swarm, max_length + count, listener, keep_receipts)
         if early_exit is not None:
             session.prepare_for(early_exit)
             session.early_exit = early_exit

@@ -14,6 +14,8 @@ A conversation is one libp2p stream:
     GiveUp             ->                (queued steps that need not be computed)
     ReplayRequest + payload ->           (fills the cache with past inputs)
                        <-                ReplayReply + payload | Refusal
+    ReceiptRequest     ->
+                       <-                Receipt | Refusal
                        <-                Refusal "server_closing" at any time: find another server
     CloseSession       ->                (the cache is freed)
 
@@ -96,6 +98,8 @@ from swarm.protocol.messages.fields import (
     MAX_PEER_SESSIONS,
     MAX_PROBE_BYTES,
     MAX_SEQUENCES,
+    MAX_SIGNATURE_BYTES,
+    MAX_STATEMENT_BYTES,
     Message,
 )
 from swarm.protocol.messages.peers import (
@@ -148,6 +152,8 @@ from swarm.protocol.messages.session import (
     ProbeRequest,
     PushRequest,
     PutAdapters,
+    Receipt,
+    ReceiptRequest,
     Refusal,
     ReplayReply,
     ReplayRequest,
@@ -168,6 +174,8 @@ __all__ = [
     "MAX_PROBE_BYTES",
     "MAX_REFUSAL_CHARACTERS",
     "MAX_SEQUENCES",
+    "MAX_SIGNATURE_BYTES",
+    "MAX_STATEMENT_BYTES",
     "MEMBERS_PROTOCOL_ID",
     "PROTOCOL_ID",
     "WEIGHTS_PROTOCOL_ID",
@@ -215,6 +223,8 @@ __all__ = [
     "PushRequest",
     "PutAdapters",
     "ReachabilityMessage",
+    "Receipt",
+    "ReceiptRequest",
     "Refusal",
     "Release",
     "Released",
@@ -244,7 +254,7 @@ __all__ = [
     "refusal",
 ]
 
-PROTOCOL_ID = "/swarm/6"
+PROTOCOL_ID = "/swarm/7"
 """Name of the libp2p protocol. Change the number with any change that older peers cannot read."""
 
 MEMBERS_PROTOCOL_ID = f"{PROTOCOL_ID}/members"
@@ -267,6 +277,7 @@ ClientMessage = (
     | PushRequest
     | GiveUp
     | ReplayRequest
+    | ReceiptRequest
     | CloseSession
     | ForwardRequest
     | BackwardRequest
@@ -278,6 +289,7 @@ ServerMessage = (
     SessionOpened
     | StepReply
     | ReplayReply
+    | Receipt
     | ForwardReply
     | BackwardReply
     | AdaptersStored

@@ -22,9 +22,15 @@ MAX_PEER_SESSIONS = 256
 """Sessions that a server accepts of one peer, and streams. A part of its span counts as much as all of it: what a
 session takes beside its cache (a stream, buffers, the last reply) does not depend on its blocks."""
 
+MAX_STATEMENT_BYTES = 2048
+"""Bytes of what a receipt says."""
+
+MAX_SIGNATURE_BYTES = 1024
+"""Bytes of a signature, and of the key that made it, as text."""
+
 ADAPTER_DIGEST_BYTES = 16
 
-CHECKSUM_BYTES = 16
+CHECKSUM_BYTES = 32
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 StepNumber = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 2)]

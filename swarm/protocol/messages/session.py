@@ -15,6 +15,8 @@ from swarm.protocol.messages.fields import (
     MAX_EXITS,
     MAX_PROBE_BYTES,
     MAX_SEQUENCES,
+    MAX_SIGNATURE_BYTES,
+    MAX_STATEMENT_BYTES,
     AdapterDigests,
     Checksum,
     Count,
@@ -219,6 +221,20 @@ class ReplayReply(Message, frozen=True):
     dtype: Name
     compute_ms: Milliseconds
     input_checksum: Checksum
+
+
+class ReceiptRequest(Message, frozen=True):
+    """Ask for a receipt of the session up to `step`, the newest that the server has answered and that stands."""
+
+    step: StepNumber
+
+
+class Receipt(Message, frozen=True):
+    """What the server has computed for the session, signed with its identity (see `swarm.trust.receipts`)."""
+
+    statement: Annotated[bytes, msgspec.Meta(max_length=MAX_STATEMENT_BYTES)]
+    public_key: Annotated[bytes, msgspec.Meta(max_length=MAX_SIGNATURE_BYTES)]
+    signature: Annotated[bytes, msgspec.Meta(max_length=MAX_SIGNATURE_BYTES)]
 
 
 class CloseSession(Message, frozen=True):

@@ -39,6 +39,7 @@ from swarm.server.compute.compute_request import Bytes
 from swarm.server.compute.engine import Engine
 from swarm.server.sessions.adapter_store import AdapterStore
 from swarm.server.sessions.push_link import PUSHED_REPLY_DELAY_S, DialBudget, PushLink
+from swarm.server.sessions.receipt_issuer import ReceiptIssuer
 from swarm.server.sessions.reply_stream import REFUSED_PAYLOAD_TIMEOUT_S, ReplyStream
 from swarm.server.sessions.request_memory import Admission, RequestAccount
 from swarm.server.sessions.request_validation import RequestLimits, RequestValidator
@@ -75,6 +76,7 @@ class MessageHandler:
         limits: RequestLimits | None = None,
         adapters: AdapterStore | None = None,
         observer: ServerObserver | None = None,
+        quantization: str = "none",
     ) -> None:
         self._closing = False
         self._model = model
@@ -89,6 +91,7 @@ class MessageHandler:
         self._all_answered.set()
         self._network = network
         self._dials = DialBudget(network.knows)
+        self._receipts = ReceiptIssuer(network, revision, quantization)
         self._stateless = StatelessRequests(model, self._validator, engine, store)
         self._memory = RequestAccount(model, self._limits, store, self._observer)
         self._notices: set[asyncio.Task[None]] = set()
@@ -241,7 +244,7 @@ class MessageHandler:
         self, stream: ReplyStream, frame: Frame, message: messages.ClientMessage, state: _StreamState
     ) -> None:
         self._observer.message_received(len(frame.payload))
-        step = message.step if isinstance(message, messages.StepRequest) else None
+        step = message.step if isinstance(message, messages.StepRequest | messages.ReceiptRequest) else None
         handling = self._handle_message(stream, message, frame.payload, state)
         reply, payload = await self._answer_or_refuse(handling, message, stream.peer_id, step)
         if reply is not None:
@@ -263,6 +266,8 @@ class MessageHandler:
                 return None, b""
             case messages.ReplayRequest():
                 return await self._steps.run_replay(state.require_session(), message, payload)
+            case messages.ReceiptRequest():
+                return await self._receipts.issue(state.require_session(), message.step), b""
             case messages.OpenSession():
                 return await self._open_session(stream, message, state), b""
             case messages.SetNeighbors():

@@ -10,10 +10,11 @@ from typing import NamedTuple
 from swarm.data_structures import Span, WireFormat
 from swarm.errors import WrongPosition
 from swarm.models.execution.session_cache import SessionCache
-from swarm.protocol.messages import StepReply, StepRequest
+from swarm.protocol.messages import Receipt, StepReply, StepRequest
 from swarm.server.compute.compute_request import ComputeResult
 from swarm.server.sessions.push_link import PushLink
 from swarm.server.sessions.reply_stream import ReplyStream
+from swarm.trust.session_record import SessionRecord, Totals
 
 LINK_TIMEOUT_S = 2.0
 """How long a push may be ahead of the client's message that allows it."""
@@ -70,6 +71,8 @@ class Session:
         epoch: the epoch of the step before (see `StepRequest`).
         given_up: numbers of steps that need not be computed.
         last: the reply to the step before; None if there is none.
+        record: what was computed.
+        receipt: the newest that was signed, and of what.
         sequences: number of sequences for which cache is reserved.
         attached: number of open connections that use the session.
         client: the newest of them, to which replies to pushed steps go.
@@ -90,6 +93,8 @@ class Session:
         self.epoch = 0
         self.given_up = range(0)
         self.last: KeptReply | None = None
+        self.record = SessionRecord()
+        self.receipt: tuple[Totals, Receipt] | None = None
         self.sequences = 0
         self.attached = 0
         self.client: ReplyStream | None = None

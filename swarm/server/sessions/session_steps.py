@@ -21,7 +21,7 @@ from swarm.models.execution.span_model import SpanModel
 from swarm.models.execution.span_pass import StepExits
 from swarm.protocol import messages
 from swarm.protocol.compression import is_finite
-from swarm.protocol.input_checksum import input_checksum
+from swarm.protocol.input_checksum import LaterChecksum, input_checksum
 from swarm.server.compute import compute_request
 from swarm.server.compute.compute_request import Bytes, ComputeResult
 from swarm.server.compute.engine import Engine
@@ -83,7 +83,11 @@ class SessionSteps:
                 return None, b""
             self._observer.tokens_left(block for block in result.left if block > session.terms.span.start)
             reply = _note_computed(session, message, checksum, result)
-        return await self._push_outputs(session, message, reply, result.payload), result.payload
+            outputs = LaterChecksum(_onward(message, reply), result.payload)
+            session.record.add_step(checksum, outputs)
+        reply = await self._push_outputs(session, outputs.request, reply, result.payload)
+        outputs.compute_later()
+        return reply, result.payload
 
     async def run_replay(
         self, session: Session, message: messages.ReplayRequest, payload: Bytes
@@ -104,30 +108,16 @@ class SessionSteps:
             session.last = None
             session.next_step, session.epoch = message.next_step, message.epoch
             session.given_up = range(0)
+            session.record.add_replay(message, checksum, result.payload if message.return_outputs else None)
             return messages.ReplayReply(reply_format, _dtype(session), result.milliseconds, checksum), result.payload
 
     async def _push_outputs(
-        self, session: Session, message: messages.StepRequest, reply: messages.StepReply, output: Bytes
+        self, session: Session, onward: messages.StepRequest, reply: messages.StepReply, output: Bytes
     ) -> messages.StepReply:
         """Push before replying, because the next server waits for the outputs; the client only keeps a copy."""
         link = session.push_link
         if link is None:
             return reply
-        onward = messages.StepRequest(
-            step=message.step,
-            starts=message.starts,
-            counts=message.counts,
-            format=reply.format,
-            dtype=reply.dtype,
-            sources=message.sources,
-            offsets=message.offsets,
-            rope_lengths=message.rope_lengths,
-            epoch=message.epoch,
-            follows=message.follows,
-            exits=message.exits,
-            left=reply.left,
-            exit_block=message.exit_block,
-        )
         pushed = await link.push(onward, output)
         self._observer.output_pushed(len(output), pushed)
         return msgspec.structs.replace(reply, pushed=pushed)
@@ -203,6 +193,25 @@ def _note_computed(
     session.last = KeptReply(reply, result.payload)
     session.next_step, session.epoch = message.step + 1, message.epoch
     return reply
+
+
+def _onward(message: messages.StepRequest, reply: messages.StepReply) -> messages.StepRequest:
+    """The step at the next server of the route."""
+    return messages.StepRequest(
+        step=message.step,
+        starts=message.starts,
+        counts=message.counts,
+        format=reply.format,
+        dtype=reply.dtype,
+        sources=message.sources,
+        offsets=message.offsets,
+        rope_lengths=message.rope_lengths,
+        epoch=message.epoch,
+        follows=message.follows,
+        exits=message.exits,
+        left=reply.left,
+        exit_block=message.exit_block,
+    )
 
 
 def _exits(session: Session, message: messages.StepRequest) -> StepExits | None:

@@ -15,18 +15,14 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Protocol
 
 import msgspec
-from cryptography.exceptions import UnsupportedAlgorithm
-from cryptography.hazmat.primitives.asymmetric import rsa
-from cryptography.hazmat.primitives.serialization import load_ssh_public_key
 from hivemind.dht.routing import DHTID
 from hivemind.utils import MSGPackSerializer
-from hivemind.utils.crypto import RSAPrivateKey, RSAPublicKey
+from hivemind.utils.crypto import RSAPrivateKey
 
-from swarm.transport.identity import peer_id_of
+from swarm.transport.identity import PublicKey
 
 MAX_PAYLOAD_BYTES = 8 * 1024
 MAX_SUBKEY_BYTES = 1024
@@ -40,9 +36,6 @@ MAX_LIFETIME_S = 600.0
 """A record may be valid for at most this long."""
 
 KEY_BYTES = DHTID.HASH_NBYTES
-KEY_BITS = range(2048, 4096 + 1)
-"""Sizes of an owner's RSA key: libp2p takes no smaller ones, and larger ones only make verifying slower."""
-
 MAX_VERIFIED = 16384
 """Records whose signature was right that a peer remembers, so that it verifies no copy of them again."""
 
@@ -121,25 +114,17 @@ def owner_of(subkey: bytes) -> str | None:
     if len(subkey) > MAX_SUBKEY_BYTES:
         return None
     parsed = _parse_subkey(subkey)
-    return parsed[0] if parsed is not None else None
+    return parsed.peer_id if parsed is not None else None
 
 
-@lru_cache(maxsize=4096)
-def _parse_subkey(subkey: bytes) -> tuple[str, RSAPublicKey] | None:
+def _parse_subkey(subkey: bytes) -> PublicKey | None:
     begin, end = _OWNER
     if not subkey.startswith(begin) or not subkey.endswith(end):
         return None
-    encoded = subkey[len(begin) : -len(end)]
     try:
-        owner, key = peer_id_of(encoded), load_ssh_public_key(encoded)
-    except (ValueError, UnsupportedAlgorithm):
+        return PublicKey.parse(subkey[len(begin) : -len(end)])
+    except ValueError:
         return None
-    if not isinstance(key, rsa.RSAPublicKey):
-        return None
-    public, numbers = RSAPublicKey(key), key.public_numbers()
-    if public.to_bytes() != encoded or numbers.n.bit_length() not in KEY_BITS or numbers.e != 65537:
-        return None
-    return owner, public
 
 
 def sign(name: str, payload: bytes, expires: float, key: RSAPrivateKey) -> Record:
@@ -202,10 +187,10 @@ class RecordChecker:
         parsed = _parse_subkey(record.subkey) if len(record.subkey) <= MAX_SUBKEY_BYTES else None
         if split is None or parsed is None:
             return RecordProblem.MALFORMED
-        (encoded, payload, signature), (owner, key) = split, parsed
+        (encoded, payload, signature), owner = split, parsed.peer_id
         if (problem := self._rules.check(record.key, owner, payload)) is not None:
             return problem
-        if not key.verify(_signed_bytes(record, encoded), signature):
+        if not parsed.is_signed(_signed_bytes(record, encoded), signature):
             return RecordProblem.SIGNATURE
         return Accepted(owner, payload)
 

@@ -255,7 +255,7 @@ def test_what_another_server_may_have_pushed_is_no_fault_of_the_server(answer):
 @cases(
     [
         ("a step", reply(0, b""), "unexpected StepReply"),
-        ("checksum", replay_reply(input_checksum=b"x" * 16), "sent something else"),
+        ("checksum", replay_reply(input_checksum=b"x" * 32), "sent something else"),
         *bad_payloads(replay_reply)[-1:],
     ]
 )

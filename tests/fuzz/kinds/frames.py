@@ -127,6 +127,7 @@ class _Attack:
                 (messages.ReplayRequest(0, [0], [tokens], wire, "float32", None, True), payload),
                 (messages.SetNeighbors(self._peer.peer_id, server.peer_id, session_id), b""),
                 (messages.GiveUp(0, 1), b""),
+                (messages.ReceiptRequest(choose((0, 1, 2**31 - 2))), b""),
                 (messages.ForwardRequest(*span, [tokens], wire, "float32", wire), payload),
                 (messages.BackwardRequest(*span, [tokens], wire, "float32", wire), payload * 2),
                 (messages.PutAdapters(server.start, [_adapter(session_id)], "float32"), bytes(4 * 384)),
@@ -302,8 +303,9 @@ class _Attack:
             (
                 messages.SessionOpened(0),
                 messages.Refusal("server_closing", "this server is leaving", 1),
-                messages.StepReply(0, WireFormat.NONE, "float32", 1.0, bytes(16)),
+                messages.StepReply(0, WireFormat.NONE, "float32", 1.0, bytes(32)),
                 messages.InfoReply(0, 4, 2**48, 0, "9"),
+                messages.Receipt(bytes(2048), b"ssh-rsa", b""),
                 messages.MemberChallenge(bytes(32)),
                 messages.NewerRevocations(),
             )

@@ -121,12 +121,13 @@ def other_values(chance: random.Random, payload: bytes | memoryview) -> bytes:
 def any_message(chance: random.Random) -> Frame:
     """Some valid message that nobody has asked for, often with one value changed."""
     count, wire = abs(chance.choice(INTEGERS)) % 2**31, chance.choice(list(WireFormat))
-    checksum, session = chance.randbytes(16), chance.randbytes(16)
+    checksum, session = chance.randbytes(32), chance.randbytes(16)
     message = chance.choice(
         [
             messages.SessionOpened(count),
             messages.StepReply(min(count, 2**31 - 2), wire, "float32", 1.0, checksum, chance.random() < 0.5),
             messages.ReplayReply(wire, "float32", 1.0, checksum),
+            messages.Receipt(chance.randbytes(chance.choice([0, 400, 2048])), b"ssh-rsa AAAA", b"===="),
             messages.ForwardReply(wire, "float32", 1.0),
             messages.BackwardReply(wire, "float32", 1.0),
             messages.AdaptersStored(600.0),

@@ -1,0 +1,1 @@
+"""What peers have done, in a form that others can check."""
