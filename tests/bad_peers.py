@@ -146,13 +146,29 @@ class BadServer(Server):
         await super()._dispatch(self._wrap(stream))
 
 
+class FraudServer(Server):
+    """A server that announces something else than it does."""
+
+    def __init__(self, config: ServerConfig, claims: dict[str, Any]) -> None:
+        super().__init__(config)
+        self._claims = claims
+
+    def _announcement(self, config: Any) -> ServerInfo:
+        return replace(super()._announcement(config), **self._claims)
+
+
+def start_fraud(swarm: TestSwarm, blocks: str, claims: dict[str, Any], **options: Any) -> ServerProcess:
+    """A process that looks like the best server for these blocks, and is another one."""
+    make = functools.partial(FraudServer, claims=claims)
+    return swarm.start(blocks, make=make, **{"throughput": ATTRACTIVE, **options}).wait_ready()
+
+
 def start_bad_server(
-    swarm: TestSwarm, blocks: str, lie: Lie, applies: Callable[[messages.Message], bool] = is_reply
+    swarm: TestSwarm, blocks: str, lie: Lie, applies: Callable[[messages.Message], bool] = is_reply, **options: Any
 ) -> ServerProcess:
     """A process that looks like the best server for these blocks."""
     make = functools.partial(BadServer, wrap=functools.partial(LyingStream, lie=lie, applies=applies))
-    throughput = ATTRACTIVE
-    return swarm.start(blocks, make=make, dtype="float32", throughput=throughput).wait_ready()
+    return swarm.start(blocks, make=make, throughput=ATTRACTIVE, **{"dtype": "float32", **options}).wait_ready()
 
 
 class Anything:

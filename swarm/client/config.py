@@ -29,6 +29,8 @@ class NetworkOptions:
         exact: use no server that computes with some neurons of its feed-forward layers only (`sparse`; docs/flash.md).
             By default no text depends on such a choice of neurons unless its user has agreed to it. Quantized weights
             are another question: the weights that a server announces are the ones with which it computes exactly.
+        audit: share of the servers' work that is computed again by others to find out whether it was right, 0 to 1. New
+            and suspected servers are audited more often; 0 for none (docs/trust.md).
         digests: file of `swarm digest` with the digests that the blocks' weights must have; None for those of the
             model's own source: its files here, or on the model hub.
     """
@@ -40,9 +42,12 @@ class NetworkOptions:
     push: bool = True
     quant: str | Collection[str] | None = None
     exact: bool = True
+    audit: float = 0.0
     digests: str | Path | None = None
 
     def __post_init__(self) -> None:
+        if not 0 <= self.audit <= 1:
+            raise InvalidOption(f"audit={self.audit!r} is not a share from 0 to 1, such as 0.01 for one percent")
         forms = self.weight_forms
         if forms is not None and (not forms or not forms <= QUANTIZATION_FORMS):
             known = ", ".join(sorted(QUANTIZATION_FORMS))

@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
+from swarm.client.audits.auditor import Auditor
 from swarm.client.batches.hop_requests import HopRequester
 from swarm.client.batches.passes import PassContext
 from swarm.client.chain.chain import Chain
@@ -60,21 +61,23 @@ class SwarmConnection:
         network = config.network
         self._options = RequestOptions(model.revision, config.wire, network.request_timeout, network.push)
 
-        async def connect() -> tuple[Peer, RoutePlanner, HopRequester]:
+        async def connect() -> tuple[Peer, RoutePlanner, HopRequester, Auditor]:
             joining = P2PConfig(initial_peers=config.initial_peers, membership=config.membership)
             peer = await Peer.create(joining, AnnouncementValidator())
-            planner = RoutePlanner(peer, config, model, broadcast(self._listeners))
-            return peer, planner, HopRequester(peer, self._options)
+            emit = broadcast(self._listeners)
+            planner = RoutePlanner(peer, config, model, emit)
+            auditor = Auditor(lambda: planner.servers, planner.router.suspicions, network.audit, emit)
+            return peer, planner, HopRequester(peer, self._options), auditor
 
         self._network_thread = NetworkThread()
         try:
-            self._peer, self._planner, self._requester = self.run(connect())
+            self._peer, self._planner, self._requester, self._auditor = self.run(connect())
         except BaseException:
             self._network_thread.close()
             raise
         # A finalizer, so that the daemon and its sockets are closed at interpreter exit as well.
         self.close: Callable[[], object] = weakref.finalize(
-            self, _shutdown, self._network_thread, self._planner, self._requester, self._peer
+            self, _shutdown, self._network_thread, self._planner, self._requester, self._auditor, self._peer
         )
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
@@ -119,6 +122,7 @@ class SwarmConnection:
                 emit,
                 early_exits=early_exits,
                 kept_receipts=kept_receipts,
+                samples=self._auditor if self.config.network.audit else None,
             )
         )
 
@@ -168,8 +172,11 @@ class SwarmConnection:
         return self.run(MissingBlocksWait(self._planner).retry(lambda: self._planner.split(span, token_counts)))
 
 
-def _shutdown(network_thread: NetworkThread, planner: RoutePlanner, requester: HopRequester, peer: Peer) -> None:
+def _shutdown(
+    network_thread: NetworkThread, planner: RoutePlanner, requester: HopRequester, auditor: Auditor, peer: Peer
+) -> None:
     async def disconnect() -> None:
+        await auditor.close()
         requester.close()
         await planner.close()
         await peer.shutdown()

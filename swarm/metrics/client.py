@@ -65,12 +65,19 @@ class ClientMetrics:
             ["block", "outcome"],
             registry=registry,
         )
+        self._audits = Counter(
+            "swarm_client_audits_total",
+            "Servers whose results were compared with others, by outcome.",
+            ["outcome"],
+            registry=registry,
+        )
         self._by_event: Mapping[str, Callable[[Any], None]] = {
             "RouteTaken": lambda event: self._routes.inc(),
             "HopLost": lambda event: self._lost.labels(error_label(event.reason)).inc(),
             "Recovered": lambda event: self._failovers.observe(event.seconds),
             "Replayed": self._was_replayed,
             "BlocksMissing": lambda event: self._missing.inc(),
+            "Audited": lambda event: self._audits.labels("agreed" if event.agreed else "differed").inc(),
             "ExitTaken": lambda event: self._exits.labels(str(event.block)).inc(),
             "ExitVerified": lambda event: self._verified.labels(
                 str(event.block), "stood" if event.stands else "given_up"

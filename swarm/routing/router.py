@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
@@ -21,6 +22,7 @@ from swarm.routing.cost_model import (
 )
 from swarm.routing.peer_health import LinkTrust, MeasuredOverruns, PeerHealth
 from swarm.routing.round_trips import RoundTrips
+from swarm.routing.suspicion import Suspicions
 from swarm.routing.swarm_snapshot import SwarmSnapshot
 
 PINGS_PER_ROUND = 32
@@ -66,6 +68,7 @@ class Router:
         self.links = LinkTrust()
         self.round_trips = RoundTrips()
         self.overruns = MeasuredOverruns()
+        self.suspicions = Suspicions()
         self._announced: tuple[ServerInfo, ...] = ()
         self._excluded: Mapping[str, str] = {}
         self._other_models: tuple[str, ...] = ()
@@ -216,10 +219,11 @@ class Router:
 
     def _with_health(self, now: float, requirements: RouteRequirements) -> RouteRequirements:
         """The requirements plus the bans, penalties and measured overruns of the peers."""
-        avoid = requirements.avoid | self.health.banned_peers(now)
-        penalties = self.health.penalties(now)
-        for peer_id, seconds in self.links.penalties(now).items():
-            penalties[peer_id] = penalties.get(peer_id, 0.0) + seconds
+        avoid = requirements.avoid | self.health.banned_peers(now) | self.suspicions.quarantined(now)
+        penalties = Counter(self.health.penalties(now))
+        penalties.update(self.links.penalties(now))
+        if len(self.suspicions):
+            penalties.update(self.suspicions.penalties((one.peer_id for one in self._snapshot.servers), now))
         return replace(requirements, avoid=avoid, penalties=penalties, overruns=self.overruns.charges(now))
 
     def _relayed(self) -> frozenset[str]:
@@ -263,6 +267,8 @@ class Router:
             return "is in blocked_servers"
         if not self._is_permitted(peer_id):
             return "is not in allowed_servers"
+        if peer_id in self.suspicions.quarantined(now):
+            return "has computed something else than other servers, as audits have shown"
         until = self.health.banned_until(peer_id, now)
         if until is not None:
             return f"{self.health.reasons(peer_id)[-1].value} and is avoided for {until - now:.0f} s more"

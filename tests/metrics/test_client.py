@@ -61,6 +61,13 @@ def test_tokens_that_left_early() -> None:
     assert value(readings, "swarm_client_exits_verified_total", block="4", outcome="given_up") == 1
 
 
+def test_audits() -> None:
+    audits = [events.Audited("peer", SPAN, agreed, 0.5) for agreed in (True, False, True)]
+    readings = heard(*audits)
+    assert value(readings, "swarm_client_audits_total", outcome="agreed") == 2
+    assert value(readings, "swarm_client_audits_total", outcome="differed") == 1
+
+
 def test_every_event_has_its_count() -> None:
     metrics = ClientMetrics(Registry())
     assert {event.__name__ for event in get_args(events.SessionEvent)} == set(metrics._by_event)

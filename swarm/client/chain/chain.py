@@ -306,6 +306,8 @@ class Chain:
         hop.add_outputs(onward)
         if following is None:
             self._outputs[number] = outputs
+            if self._context.samples is not None:
+                self._hops.outputs.add(onward)
         else:
             self._pass_on(hop, following, onward)
         is_right = self._check_inputs()
@@ -348,6 +350,7 @@ class Chain:
         self._under_way.forget(done)
         for hop in self._hops.hops:
             hop.history.fold_if_long(done)
+        self._hops.outputs.fold_if_long(done)
 
     def give_up_after(self, after: int) -> None:
         """All steps behind number `after` are given up: what servers have computed of them must not be built upon.
@@ -361,3 +364,4 @@ class Chain:
         copied_rows = any(step.layout.sources is not None for step in given_up)
         for hop in self._hops.hops:
             hop.give_up(after, copied_rows)
+        self._hops.outputs.drop_after(after)

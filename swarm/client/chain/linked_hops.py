@@ -28,6 +28,8 @@ from swarm.client.chain.steps_under_way import StepsUnderWay
 from swarm.client.hops.blame import Finding, Verdict, checked_up_to, first_finding
 from swarm.client.hops.hop_progress import NO_STEP
 from swarm.client.hops.hop_session import HopSession, SessionContext
+from swarm.client.hops.input_history import InputHistory
+from swarm.client.hops.work_sample import offer_sample
 from swarm.client.routes.events import HopLost, Recovered, RouteTaken
 from swarm.client.routes.route_source import is_worth_another_server, not_finite
 from swarm.client.wire.packed_hidden import PackedHidden
@@ -67,6 +69,7 @@ class LinkedHops:
 
     Attributes:
         hops: in the order of the route.
+        outputs: of the last hop; kept only if samples are taken.
         route: the servers in use now.
         standbys: other servers that are asked beside one that is late.
         are_unlinked: whether some server does not push until the steps that are under way have come to their end.
@@ -83,6 +86,7 @@ class LinkedHops:
         on_change: Callable[[], None],
     ) -> None:
         self.hops: list[HopSession] = []
+        self.outputs = InputHistory()
         self.route = Route()
         self.are_unlinked = False
         self.window = 1
@@ -142,6 +146,9 @@ class LinkedHops:
 
     async def close(self) -> None:
         """Free the session on all servers."""
+        for index, hop in enumerate(self.hops):
+            if hop.is_sound:
+                self._offer_sample(index)
         await asyncio.gather(close_all(self.hops), self.standbys.close())
 
     async def link_again(self) -> None:
@@ -278,7 +285,13 @@ class LinkedHops:
             # They have taken over what is wrong. But a server that has computed the right thing has handed that on.
             for one in behind:
                 one.mislead(number)
+        if self.hops[-1].misled:
+            self.outputs.forget_from(number)
         return finding
+
+    def _offer_sample(self, index: int) -> None:
+        done = self._contents(range(index, index + 1)).done
+        offer_sample(self._context, self.hops, index, self.outputs, done)
 
     # Failover
 
@@ -457,6 +470,8 @@ class LinkedHops:
         self._context.emit(HopLost(failed.peer_id, failed.hop.span, reason))
         if not is_doubted:
             self._routes.report_failure(failed.peer_id, error)
+        if not failed.misled:
+            self._offer_sample(self.hops.index(failed))
         await close_all([failed])
 
     async def _is_irreplaceable_suspect(self, index: int) -> bool:

@@ -8,7 +8,6 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 import msgspec
@@ -16,7 +15,9 @@ import msgspec
 from swarm.client.config import RequestOptions
 from swarm.client.hops.blame import Claim, InputClaims
 from swarm.client.hops.hop_progress import NO_STEP, HopProgress, ReplyKind
+from swarm.client.hops.hop_stream import CLOSE_TIMEOUT_S, HopStream
 from swarm.client.hops.input_history import InputHistory, Step
+from swarm.client.hops.work_sample import SampleTaker
 from swarm.client.routes.events import EventListener, ignore_events
 from swarm.client.routes.route_source import RouteSource
 from swarm.client.wire.adapter_upload import AdapterUpload
@@ -32,7 +33,6 @@ from swarm.client.wire.reply_checks import (
     validate_outputs,
 )
 from swarm.common.large_payloads import run_large
-from swarm.common.weak_callback import weak_callback
 from swarm.data_structures import Hop, Span, StepLayout
 from swarm.errors import (
     CacheReclaimed,
@@ -48,7 +48,7 @@ from swarm.errors import (
 )
 from swarm.protocol import messages
 from swarm.protocol.input_checksum import input_checksum
-from swarm.transport.stream import Network, Stream
+from swarm.transport.stream import Network
 from swarm.trust.receipts import ServedBlocks, make_statement, require_same
 from swarm.trust.session_record import SessionRecord
 
@@ -63,13 +63,7 @@ OPEN_TIMEOUT_S = 5.0
 RECEIPT_TIMEOUT_S = 2.0
 """Seconds that a server gets to sign a receipt."""
 
-CLOSE_TIMEOUT_S = 1.0
-"""Seconds that a server gets to read that a session is over."""
-
 _ReplayReply = asyncio.Future[tuple[messages.ServerMessage, bytes | memoryview]]
-
-_listeners: set[asyncio.Task[None]] = set()
-"""Strong references: asyncio keeps only weak ones. A session that is garbage-collected closes its streams itself."""
 
 
 @dataclass(frozen=True)
@@ -87,6 +81,7 @@ class SessionContext:
         early_exits: whether servers may be asked to let tokens leave inside their spans, which is approximate.
         kept_receipts: where the receipts of servers that are left go, by session at the server; None if they are not
             asked for.
+        samples: gets samples of the servers' work, when they have done it; None if nobody looks at it.
     """
 
     network: Network
@@ -98,6 +93,7 @@ class SessionContext:
     emit: EventListener = ignore_events
     early_exits: bool = False
     kept_receipts: dict[bytes, messages.Receipt] | None = None
+    samples: SampleTaker | None = None
 
 
 class HopSession:
@@ -112,6 +108,7 @@ class HopSession:
         claims: what it says that it has computed, and was not compared yet (see `blame`).
         misled: what it has computed is not what this client knows, so its session has to begin again.
         record: what it has computed, as this client knows it; see `receipt`.
+        filled_to: number of positions, in its longest sequence, that came in a replay: another server's work.
 
     Args:
         context: the constants of the session.
@@ -137,6 +134,7 @@ class HopSession:
         self.claims = InputClaims(on_change)
         self.misled = False
         self.record = SessionRecord()
+        self.filled_to = 0
         self._context = context
         self._on_reply = on_reply
         self._on_change = on_change
@@ -300,6 +298,7 @@ class HopSession:
         # Only this client can replay.
         if reply.input_checksum != await run_large(len(hidden.payload), input_checksum, request, hidden.payload):
             raise ProtocolViolation(f"{describe_hop(self.hop)} says that it was sent something else to replay")
+        self.filled_to = max(self.filled_to if any(layout.starts) else 0, *layout.lengths)
         self.record.add_replay(request, reply.input_checksum, payload if want_outputs else None)
         return (
             await run_large(len(payload), validate_outputs, self.hop, outputs, payload, reply) if want_outputs else None
@@ -481,110 +480,3 @@ class HopSession:
         for _, receipt in self._receipts:
             if not receipt.done():
                 receipt.set_exception(error)
-
-
-class HopStream:
-    """Opens the stream, sends, listens to whatever comes, and closes.
-
-    A task listens all the time, because answers come to steps that this client never sent: the server before may have
-    pushed them.
-
-    Args:
-        network: this client's place in the network.
-        hop: the server.
-        on_message: called with each reply and its payload; what it raises ends the stream.
-        on_lost: called with the error that ended the stream.
-        max_reply_bytes: how large the payload of a reply may be now. All three are bound methods of the stream's
-            owner, which the stream does not keep alive.
-    """
-
-    def __init__(
-        self,
-        network: Network,
-        hop: Hop,
-        on_message: Callable[[messages.ServerMessage, bytes | memoryview], None],
-        on_lost: Callable[[Exception], None],
-        max_reply_bytes: Callable[[], int],
-    ) -> None:
-        self._network = network
-        self._hop = hop
-        self._on_message = weak_callback(on_message, None)
-        self._on_lost = weak_callback(on_lost, None)
-        self._max_reply_bytes = weak_callback(max_reply_bytes, 0)
-        self._stream: Stream | None = None
-        self._listener: asyncio.Task[None] | None = None
-
-    async def connect(self) -> Stream:
-        """A new stream in the place of the old one, which only its opener reads until `listen`. Raises `PeerLost`."""
-        self.hang_up()
-        self._stream = await self._network.open_stream(self._hop.server.peer_id)
-        return self._stream
-
-    def listen(self) -> None:
-        """Hand over all that comes from now on."""
-        if self._stream is not None:
-            self._listener = asyncio.get_running_loop().create_task(self._listen(self._stream))
-            _listeners.add(self._listener)
-            self._listener.add_done_callback(_listeners.discard)
-
-    async def send(self, message: messages.Message, payload: bytes | memoryview, seconds: float) -> None:
-        """Send a message, which the server has to read within `seconds`. Raises `PeerLost` or `PeerTimeout`."""
-        if self._stream is None:
-            raise PeerLost(f"{describe_hop(self._hop)} is not connected")
-        try:
-            async with asyncio.timeout(seconds):
-                await self._stream.send(message, payload)
-        except TimeoutError:
-            raise PeerTimeout(f"{describe_hop(self._hop)} has read nothing for {seconds:.1f} s") from None
-        except PeerLost as error:
-            raise PeerLost(f"{describe_hop(self._hop)} is gone: {error}") from None
-
-    async def close(self, drain: bool) -> None:
-        """Tell the server that the session is over, if it can still be told, and hang up.
-
-        Args:
-            drain: wait until the server has ended the stream. One that is still going to answer would fail to do so if
-                the client had hung up, and with that fails the stream on which the farewell lies unread.
-        """
-        try:
-            if self._stream is not None:
-                with suppress(RemoteError, TimeoutError):
-                    async with asyncio.timeout(CLOSE_TIMEOUT_S):
-                        await self._stream.send(messages.CloseSession())
-                        if drain:
-                            await self._drain(self._stream)
-        finally:
-            self.hang_up()
-
-    async def _drain(self, stream: Stream) -> None:
-        if self._listener is not None:
-            await asyncio.wait({self._listener})
-        else:  # the answer to the opening has not been read
-            while True:
-                await stream.receive(0)
-
-    def hang_up(self) -> None:
-        """End the connection without a word."""
-        if self._listener is not None:
-            self._listener.cancel()
-            self._listener = None
-        if self._stream is not None:
-            self._stream.close()
-            self._stream = None
-
-    @property
-    def is_listening(self) -> bool:
-        return self._listener is not None
-
-    async def _listen(self, stream: Stream) -> None:
-        try:
-            while True:
-                try:
-                    frame = await stream.receive(self._max_reply_bytes)
-                except ProtocolViolation as error:
-                    raise TooLargeReply(f"{describe_hop(self._hop)}: {error}") from None
-                self._on_message(messages.decode_server(frame.header), frame.payload)
-        except PeerLost as error:
-            self._on_lost(PeerLost(f"{describe_hop(self._hop)} is gone: {error}"))
-        except RemoteError as error:
-            self._on_lost(error)

@@ -79,6 +79,23 @@ class PeerAvoided:
 
 
 @dataclass(frozen=True)
+class Audited:
+    """A server's work was computed again elsewhere, for this client.
+
+    Attributes:
+        peer_id: a server that took part.
+        span: the blocks.
+        agreed: whether it has computed what others make of the same inputs.
+        suspicion: the probability, from all audits so far, that it does not compute what it announces.
+    """
+
+    peer_id: str
+    span: Span
+    agreed: bool
+    suspicion: float
+
+
+@dataclass(frozen=True)
 class ExitTaken:
     """A token has left in front of `block`: its successor was guessed there.
 
@@ -101,7 +118,9 @@ class ExitVerified:
     stands: bool
 
 
-SessionEvent = RouteTaken | HopLost | Replayed | BlocksMissing | Recovered | PeerAvoided | ExitTaken | ExitVerified
+SessionEvent = (
+    RouteTaken | HopLost | Replayed | BlocksMissing | Recovered | PeerAvoided | Audited | ExitTaken | ExitVerified
+)
 EventListener = Callable[[SessionEvent], None]
 
 
