@@ -40,7 +40,7 @@ from swarm.server.compute.engine import Engine
 from swarm.server.sessions.handler import MessageHandler
 from swarm.server.sessions.session_table import SessionTable
 from swarm.transport.identity import load_or_create
-from swarm.trust.receipts import ServedBlocks, bytes_to_sign, make_statement, receipt_of
+from swarm.trust.receipts import ServedBlocks, make_statement, sign_statement
 from swarm.trust.session_record import SessionRecord, Totals
 from tests.memory_hub import MemoryHub, MemoryNetwork
 
@@ -113,8 +113,7 @@ def measure_signing(folder: Path) -> tuple[float, int]:
     seconds, size = [], 0
     for _ in range(50):
         began = time.perf_counter()
-        encoded, covered = bytes_to_sign(said)
-        receipt = receipt_of(encoded, identity.sign(covered))
+        receipt = sign_statement(said, identity.sign)
         seconds.append(time.perf_counter() - began)
         size = len(receipt.statement) + len(receipt.public_key) + len(receipt.signature)
     return statistics.median(seconds), size

@@ -135,4 +135,8 @@ class Suspicions:
 
     def penalties(self, peer_ids: Iterable[str], now: float) -> dict[str, float]:
         """Peer id -> seconds that a route costs more because the server may be dishonest."""
-        return {peer: PENALTY_S * self.of(peer, now).probability for peer in peer_ids}
+        stranger = PENALTY_S * Opinion().probability  # of most, in a large swarm
+        return {
+            peer: PENALTY_S * self.of(peer, now).probability if peer in self._opinions else stranger
+            for peer in peer_ids
+        }

@@ -87,14 +87,11 @@ class PublicKey:
     @lru_cache(maxsize=4096)
     def parse(encoded: bytes) -> PublicKey:
         """The key in OpenSSH format, without a comment. Raises `ValueError` if it is not a peer's RSA key."""
-        peer_id = peer_id_of(encoded)
-        key = serialization.load_ssh_public_key(encoded)
-        if not isinstance(key, rsa.RSAPublicKey):
-            raise ValueError("the key is not an RSA key")
+        key = _load_rsa_key(encoded)
         public, numbers = RSAPublicKey(key), key.public_numbers()
         if public.to_bytes() != encoded or numbers.n.bit_length() not in KEY_BITS or numbers.e != 65537:
             raise ValueError("the key is not one that peers have")
-        return PublicKey(peer_id, public)
+        return PublicKey(_peer_id(key), public)
 
     def is_signed(self, data: bytes, signature: bytes) -> bool:
         """Whether its owner has signed these bytes."""
@@ -103,12 +100,20 @@ class PublicKey:
 
 def peer_id_of(public_key_ssh: bytes) -> str:
     """The base58 peer id of an RSA public key in OpenSSH format. Raises `ValueError` if it is not such a key."""
+    return _peer_id(_load_rsa_key(public_key_ssh))
+
+
+def _load_rsa_key(public_key_ssh: bytes) -> rsa.RSAPublicKey:
     try:
         key = serialization.load_ssh_public_key(public_key_ssh)
     except UnsupportedAlgorithm as error:
         raise ValueError(str(error)) from None
     if not isinstance(key, rsa.RSAPublicKey):
         raise ValueError("the key is not an RSA key")
+    return key
+
+
+def _peer_id(key: rsa.RSAPublicKey) -> str:
     der = key.public_bytes(serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo)
     encoded = crypto_pb2.PublicKey(key_type=crypto_pb2.RSA, data=der).SerializeToString()
     digest = multihash.encode(hashlib.sha256(encoded).digest(), multihash.coerce_code("sha2-256"))

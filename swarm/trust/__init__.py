@@ -1,1 +1,1 @@
-"""What a peer has done, in a form that others can check: records of sessions, and signed receipts of them."""
+"""What servers have done: records of sessions, signed receipts of them, and how far honest results differ."""

@@ -15,7 +15,7 @@ import base64
 import hashlib
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -75,8 +75,8 @@ class Statement(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
     """What a receipt says.
 
     Attributes:
-        server: peer id of who has computed.
-        client: peer id of whom it was for.
+        server: peer id of the server that computed.
+        client: peer id of the client that it computed for.
         session_id: drawn by the client, for this session at this server only.
         blocks: what computed it.
         reply_format: wire format of the outputs.
@@ -142,15 +142,10 @@ def make_statement(
     )
 
 
-def bytes_to_sign(statement: Statement) -> tuple[bytes, bytes]:
-    """A statement, dated now: its encoding, and the bytes of which the signature is made."""
+def sign_statement(statement: Statement, sign: Callable[[bytes], Signature]) -> Receipt:
+    """The receipt of a statement, dated now; `sign` makes its server's signature of some bytes."""
     encoded = msgspec.msgpack.encode(msgspec.structs.replace(statement, signed_at=int(time.time())))
-    return encoded, _PREFIX + encoded
-
-
-def receipt_of(encoded: bytes, signature: Signature) -> Receipt:
-    """The receipt of an encoded statement."""
-    return Receipt(encoded, signature.public_key, signature.signature)
+    return Receipt(encoded, *sign(_PREFIX + encoded))
 
 
 _decode_statement = msgspec.msgpack.Decoder(Statement).decode

@@ -22,13 +22,12 @@ from swarm.trust.receipts import (
     MAX_FILE_BYTES,
     ServedBlocks,
     Statement,
-    bytes_to_sign,
     make_statement,
     read_receipt,
     read_receipts,
-    receipt_of,
     report_on,
     require_same,
+    sign_statement,
     write_receipts,
 )
 from swarm.trust.session_record import Totals
@@ -53,8 +52,7 @@ def statement(signer: Identity, start: int = 0, end: int = 4, totals: Totals = T
 
 
 def signed(said: Statement, signer: Identity) -> Receipt:
-    encoded, covered = bytes_to_sign(said)
-    return receipt_of(encoded, signer.sign(covered))
+    return sign_statement(said, signer.sign)
 
 
 def test_a_right_receipt(one):
@@ -71,9 +69,9 @@ def test_another_peer_cannot_sign_for_a_server(one, other):
 
 
 def test_a_signature_for_something_else_is_none(one):
-    encoded, _ = bytes_to_sign(statement(one))
+    encoded = signed(statement(one), one).statement
     with pytest.raises(ProtocolViolation, match="signature"):
-        read_receipt(receipt_of(encoded, one.sign(encoded)))
+        read_receipt(Receipt(encoded, *one.sign(encoded)))
 
 
 @given(st.data())

@@ -1,12 +1,12 @@
 """Has samples of real work computed again by other servers, and draws the consequences.
 
 An audit is an ordinary session: a prompt of real hidden states over the blocks of one hop. The server that computes it
-cannot know that it is one, and the server that is audited does not learn of it. Who is asked is drawn at random among
+cannot know that it is one, and the server that is audited does not learn of it. The witness is drawn at random among
 all other servers that hold these blocks in the same precision.
 
 If both results agree, as far as honest machines do (`swarm.trust.comparison`), that speaks for the server. If not,
-others are asked until two agree: whoever differs from them is suspected (`swarm.routing.suspicion`). Where there are no
-others, nothing is proven, and nobody is blamed.
+others are asked until two agree: whichever differs from them is suspected (`swarm.routing.suspicion`). Where there are
+no others, nothing is proven, and no server is blamed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import random
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
@@ -46,6 +46,9 @@ MAX_WITNESSES = 4
 
 AUDIT_TIMEOUT_S = 120.0
 """Seconds that a server gets for a sample."""
+
+Verdict = dict[str, tuple[Agreement, Difference]]
+"""What an audit says of each server that took part, and how far it differs from one that agrees with another."""
 
 _CPU = torch.device("cpu")
 
@@ -154,26 +157,19 @@ class Auditor:
         self.tokens += sample.tokens * sample.hop.span.length
         return await asyncio.to_thread(_own_tokens, list(zip(layouts, outputs, strict=True)), sample)
 
-    def _conclude(self, sample: WorkSample, verdict: _Verdict) -> None:
+    def _conclude(self, sample: WorkSample, verdict: Verdict) -> None:
         now = self._now()
-        for peer_id, (agreement, worst) in verdict.of.items():
+        for peer_id, (agreement, found) in verdict.items():
             before = self._suspicions.of(peer_id, now).is_quarantined
             opinion = self._suspicions.record(peer_id, agreement, now)
             self._emit(Audited(peer_id, sample.hop.span, agreement is Agreement.SAME, opinion.probability))
             if agreement is not Agreement.SAME:
-                logger.warning("%s %s: %s", peer_id, agreement.value, worst)
+                logger.warning("%s %s: %s", peer_id, agreement.value, found)
             if opinion.is_quarantined and not before:
                 logger.warning("%s is not used any more: it does not compute what it announces", peer_id)
 
 
-@dataclass(frozen=True)
-class _Verdict:
-    """What an audit says of each server that took part, and by how much it differs."""
-
-    of: dict[str, tuple[Agreement, Difference]]
-
-
-def _majority(results: dict[str, torch.Tensor], sample: WorkSample) -> _Verdict | None:
+def _majority(results: dict[str, torch.Tensor], sample: WorkSample) -> Verdict | None:
     """The verdict once two results agree; None before."""
     server, span = sample.hop.server, sample.hop.span
     wire = sample.context.options.wire
@@ -193,11 +189,11 @@ def _majority(results: dict[str, torch.Tensor], sample: WorkSample) -> _Verdict 
     best = max(results, key=lambda peer: len(friends[peer]))
     if not friends[best]:
         return None
-    said: dict[str, tuple[Agreement, Difference]] = {}
+    said: Verdict = {}
     for peer in results:
         found = pairs[frozenset((peer, best))] if peer != best else pairs[frozenset((best, friends[best][0]))]
         said[peer] = found.agreement(TOLERANCE), found
-    return _Verdict(said)
+    return said
 
 
 def _is_witness(server: ServerInfo, hop: Hop) -> bool:

@@ -81,7 +81,7 @@ class SessionContext:
         early_exits: whether servers may be asked to let tokens leave inside their spans, which is approximate.
         kept_receipts: where the receipts of servers that are left go, by session at the server; None if they are not
             asked for.
-        samples: gets samples of the servers' work, when they have done it; None if nobody looks at it.
+        samples: gets samples of the servers' work, when they have done it; None if none are taken.
     """
 
     network: Network
@@ -146,7 +146,7 @@ class HopSession:
         self._opening_seconds = 0.0
         self._sending: asyncio.Task[None] | None = None
         self._receipts: deque[tuple[int, asyncio.Future[messages.Receipt]]] = deque()
-        """Receipts that were asked for and have not come, also those for which nobody waits any more."""
+        """Receipts that were asked for and have not come, including those whose caller has stopped waiting."""
         self._farewell: asyncio.Task[None] | None = None
 
     @property

@@ -9,14 +9,14 @@ from swarm.errors import WrongPosition
 from swarm.protocol.messages import Receipt
 from swarm.server.sessions.session import Session
 from swarm.transport.stream import Network
-from swarm.trust.receipts import ServedBlocks, bytes_to_sign, make_statement, receipt_of, weights_digest
+from swarm.trust.receipts import ServedBlocks, make_statement, sign_statement, weights_digest
 
 
 class ReceiptIssuer:
     """Signs what sessions have come to, in a thread: a signature takes about a millisecond.
 
-    A session gets one signature for each of its steps at most, so a client cannot have a server sign more than it has
-    it compute.
+    A session gets one signature for each of its steps at most, so a client cannot make a server sign more often than
+    it makes it compute.
 
     Args:
         network: signs with this server's identity.
@@ -52,8 +52,7 @@ class ReceiptIssuer:
             terms.early_exits,
             totals,
         )
-        encoded, covered = bytes_to_sign(statement)
-        receipt = receipt_of(encoded, await asyncio.to_thread(self._network.sign, covered))
+        receipt = await asyncio.to_thread(sign_statement, statement, self._network.sign)
         session.receipt = totals, receipt
         return receipt
 
