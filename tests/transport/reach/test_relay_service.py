@@ -349,12 +349,11 @@ def test_a_network_is_charged_for_its_requests(monkeypatch):
 
 
 async def started(stack: contextlib.AsyncExitStack, *announced: str) -> tuple[P2P, str]:
-    """A real daemon, and its address; other peers are told that it is at `announced`."""
+    """A real daemon, and its address; others are told that it is at `announced`. It finds no other ways to peers."""
     folder = ProcessFolder()
     stack.callback(folder.remove)
-    p2p = await start_daemon(
-        DaemonOptions(host_maddrs=["/ip4/127.0.0.1/tcp/0"], announce_maddrs=announced), folder.path
-    )
+    options = DaemonOptions(host_maddrs=["/ip4/127.0.0.1/tcp/0"], announce_maddrs=announced, asks_others=False)
+    p2p = await start_daemon(options, folder.path)
     stack.push_async_callback(p2p.shutdown)
     _, (address, *_) = await p2p._client.identify()
     return p2p, str(address)
@@ -382,6 +381,7 @@ def test_daemons_talk_through_a_relay_until_its_limit(monkeypatch):
         async with home_at_relay(circuit_bytes=500_000) as (home, client, way):
             await home.add_binary_stream_handler("echo", echo)
             await daemon_streams.connect(client, home.peer_id, [Multiaddr(way)])
+            assert all("p2p-circuit" in str(one) for one in await daemon_streams.addresses_of(client, home.peer_id))
             reader, writer = await daemon_streams.open_stream(client, home.peer_id, "echo")
             writer.write(b"x" * 100_000)
             assert await reader.readexactly(100_000) == b"x" * 100_000
