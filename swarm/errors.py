@@ -113,6 +113,10 @@ class ReceiptFileError(UsageError):
     """A file of receipts cannot be read."""
 
 
+class PointsFileError(UsageError):
+    """A file of points cannot be read."""
+
+
 class MembershipError(UsageError):
     """An invite or an authority's file cannot be used, or the swarm does not accept this peer as a member."""
 

@@ -60,11 +60,7 @@ WRAPPED = (
 )
 MODELS: dict[str, Callable[[Path], PreTrainedModel]] = {
     **{kind: wrapped(kind) for kind in WRAPPED},
-    **{
-        family: plain(family)
-        for family in (*zoo.HYBRIDS, "deepseek_v32", "glm_moe_dsa", "axk2")
-        if family.removesuffix("_text") not in WRAPPED  # whose text model is the same
-    },
+    **{family: plain(family) for family in (*zoo.HYBRIDS, "deepseek_v32", "glm_moe_dsa", "axk2", "dots3_note_text")},
 }
 
 

@@ -24,6 +24,7 @@ COMMANDS = {
     "keys": "swarm.cli.keys",
     "digest": "swarm.cli.digest",
     "receipt": "swarm.cli.receipt",
+    "points": "swarm.cli.points",
 }
 
 

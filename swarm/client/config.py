@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,6 +32,8 @@ class NetworkOptions:
             are another question: the weights that a server announces are the ones with which it computes exactly.
         audit: share of the servers' work that is computed again by others to find out whether it was right, 0 to 1. New
             and suspected servers are audited more often; 0 for none (docs/trust.md).
+        points: file of the key whose points sessions spend: that of your own server, so that being served goes with
+            serving (docs/trust.md). None to spend none.
         digests: file of `swarm digest` with the digests that the blocks' weights must have; None for those of the
             model's own source: its files here, or on the model hub.
     """
@@ -43,6 +46,7 @@ class NetworkOptions:
     quant: str | Collection[str] | None = None
     exact: bool = True
     audit: float = 0.0
+    points: str | Path | None = None
     digests: str | Path | None = None
 
     def __post_init__(self) -> None:
@@ -59,6 +63,18 @@ class NetworkOptions:
         if self.quant is None:
             return None
         return frozenset([self.quant] if isinstance(self.quant, str) else self.quant)
+
+
+def parse_share(option: str, text: str) -> float:
+    """Read a share such as `1%` or `0.01`. Raises `InvalidOption`."""
+    number = text.strip().removesuffix("%")
+    try:
+        share = float(number) / (100 if number != text.strip() else 1)
+    except ValueError:
+        share = math.nan
+    if not 0 <= share <= 1:
+        raise InvalidOption(f"{option} {text!r} is not a share such as 1% or 0.01")
+    return share
 
 
 @dataclass(frozen=True)

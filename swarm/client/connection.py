@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Coroutine, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 from swarm.client.audits.auditor import Auditor
@@ -14,6 +15,7 @@ from swarm.client.chain.chain import Chain
 from swarm.client.config import ClientConfig, ModelIdentity, RequestOptions
 from swarm.client.hops.hop_session import SessionContext
 from swarm.client.local_blocks import LocalBlocks
+from swarm.client.points.wallet import Wallet
 from swarm.client.routes.events import EventListener, broadcast
 from swarm.client.routes.route_planner import RoutePlanner
 from swarm.client.routes.route_source import MissingBlocksWait
@@ -61,17 +63,18 @@ class SwarmConnection:
         network = config.network
         self._options = RequestOptions(model.revision, config.wire, network.request_timeout, network.push)
 
-        async def connect() -> tuple[Peer, RoutePlanner, HopRequester, Auditor]:
+        async def connect() -> tuple[Peer, RoutePlanner, HopRequester, Auditor, Wallet | None]:
+            wallet = Wallet(Path(network.points)) if network.points is not None else None
             joining = P2PConfig(initial_peers=config.initial_peers, membership=config.membership)
             peer = await Peer.create(joining, AnnouncementValidator())
             emit = broadcast(self._listeners)
             planner = RoutePlanner(peer, config, model, emit)
             auditor = Auditor(lambda: planner.servers, planner.router.suspicions, network.audit, emit)
-            return peer, planner, HopRequester(peer, self._options), auditor
+            return peer, planner, HopRequester(peer, self._options), auditor, wallet
 
         self._network_thread = NetworkThread()
         try:
-            self._peer, self._planner, self._requester, self._auditor = self.run(connect())
+            self._peer, self._planner, self._requester, self._auditor, self._wallet = self.run(connect())
         except BaseException:
             self._network_thread.close()
             raise
@@ -123,6 +126,7 @@ class SwarmConnection:
                 early_exits=early_exits,
                 kept_receipts=kept_receipts,
                 samples=self._auditor if self.config.network.audit else None,
+                wallet=self._wallet,
             )
         )
 

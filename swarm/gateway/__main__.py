@@ -54,6 +54,18 @@ if TYPE_CHECKING:
 )
 @click.option("--wire", default="auto", help="Wire format of hidden states: auto, none, float16, bfloat16, blockwise8.")
 @click.option("--exact/--no-exact", default=True, help="Use no server that computes with some neurons only (sparse).")
+@click.option(
+    "--audit",
+    default="0",
+    metavar="SHARE",
+    help="Share of the servers' work that others compute again to find out whether it was right, such as 1% "
+    "(docs/trust.md).",
+)
+@click.option(
+    "--points",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Spend the points of this key: the --identity-path of your own server (docs/trust.md).",
+)
 @console.digests_option
 @console.weights_from_option
 @click.option(
@@ -86,14 +98,17 @@ def main(**options: Any) -> None:
     console.configure_logging(options["log_format"])
     settings = _gateway_settings(options)
 
-    from swarm.client.config import NetworkOptions
+    from swarm.client.config import NetworkOptions, parse_share
     from swarm.gateway.lifecycle import ListenAddress, serve_gateway
     from swarm.transport.p2p import quiet_hivemind
 
     quiet_hivemind()
     if options["digests"] is not None and len(options["models"]) > 1:
         raise InvalidOption("--digests is for one model; put swarm-digests.json beside each checkpoint instead")
-    network = NetworkOptions(**{name: options[name] for name in ("exact", "digests")})
+    network = NetworkOptions(
+        audit=parse_share("--audit", options["audit"]),
+        **{name: options[name] for name in ("exact", "points", "digests")},
+    )
     client = {
         "network": network,
         **{name: options[name] for name in ("wire", "membership", "weights_from")},

@@ -56,6 +56,9 @@ class ServerObserver:
     def session_closed(self, reason: str) -> None:
         """A session ended: "closed" by its client, "expired", "asked_to_leave", or "ended" as the server leaves."""
 
+    def points_signed(self, token_blocks: int) -> None:
+        """The owner of a client's points has signed for so much more."""
+
     def session_totals(self, count: int, cache_used: int, cache_capacity: int) -> None:
         """The number of sessions, or the cache tokens that they reserve, changed."""
 
@@ -134,6 +137,9 @@ class ServerMetrics(ServerObserver):
         self._closed = Counter(
             "swarm_server_sessions_closed_total", "Sessions ended, by reason.", ["reason"], registry=registry
         )
+        self._points = Counter(
+            "swarm_server_points_total", "Token-blocks for which clients' owners have signed.", registry=registry
+        )
         self._open = _gauge("sessions_open", "Sessions that are open.", registry)
         self._cache_used = _gauge("cache_used_tokens", "Tokens reserved in the attention cache.", registry)
         self._cache_capacity = _gauge("cache_capacity_tokens", "Tokens that the attention cache can hold.", registry)
@@ -191,6 +197,9 @@ class ServerMetrics(ServerObserver):
 
     def session_closed(self, reason: str) -> None:
         self._closed.labels(reason).inc()
+
+    def points_signed(self, token_blocks: int) -> None:
+        self._points.inc(token_blocks)
 
     def session_totals(self, count: int, cache_used: int, cache_capacity: int) -> None:
         self._open.set(count)

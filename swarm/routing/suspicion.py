@@ -10,23 +10,38 @@ fails. That is Wald's sequential test, and as it goes back to `TRUSTED` at most,
 caught nearly as fast as one that always did (CUSUM). It is quarantined at `QUARANTINE`: with these rates, an honest
 server gets there once in more than 10,000 audits.
 
-A new identity begins at `STRANGER`: it is audited more often and costs a little more until it has done some work, so
-that a liar gains nothing by leaving its name behind. Evidence fades by half in `HALF_LIFE_S`.
+A new identity is believed as much as those before it deserved: its first work is audited, then more of it than of
+others', and its routes cost more until it has done some work. It gets to do that as a witness, where a wrong answer
+reaches nobody. So a liar gains nothing by leaving its name behind. Evidence fades by half in `HALF_LIFE_S`.
+
+Where a server that was trusted is found to be wrong, others may have begun to lie, too. So the next work of each server
+is audited, if its last audit was before that.
 """
 
 from __future__ import annotations
 
 import enum
 import math
+import random
 from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+from swarm.data_structures import ServerInfo
+
 FALSE_ALARMS = 0.001
 MISSED = 0.8
+ALWAYS_WRONG = 0.5
+"""Share of the dishonest servers that pass no audit at all, as far as is known before the first."""
 
-STRANGER = math.log(0.1 / 0.9)
-"""Log-odds of a server of which nothing is known."""
+STRANGERS, BAD_STRANGERS = 10.0, 1.0
+"""Servers that were audited for the first time, and those of them that were dishonest, before there was any."""
+
+STRANGER = math.log(BAD_STRANGERS / (STRANGERS - BAD_STRANGERS))
+"""Log-odds of a server of which nothing is known, before there was any audit."""
+
+MAX_STRANGERS = 100.0
+"""First audits that are remembered."""
 
 TRUSTED = math.log(0.01 / 0.99)
 """Log-odds below which no server gets: it is still audited."""
@@ -36,8 +51,10 @@ QUARANTINE = math.log(1e4)
 
 HALF_LIFE_S = 86400.0
 
-PENALTY_S = 0.5
-"""Seconds that a route costs more with a server that is certainly dishonest."""
+PENALTY_S = 1.0
+"""Seconds that a route costs more with a server that is certainly dishonest, so a tenth of that with one of which
+nothing is known. With half as much, liars that come back under new names get work again and again: see
+docs/simulation.md."""
 
 
 class Agreement(enum.Enum):
@@ -79,8 +96,9 @@ class Opinion:
         """The opinion after one more audit."""
         before = self.at(now)
         is_same = result is Agreement.SAME
+        first = math.log(1 - ALWAYS_WRONG) if is_same and not self.agreed else 0.0
         return Opinion(
-            max(TRUSTED, before.log_odds + _EVIDENCE[result]),
+            max(TRUSTED, before.log_odds + _EVIDENCE[result] + first),
             before.when,
             self.agreed + is_same,
             self.differed + (not is_same),
@@ -106,6 +124,8 @@ class Suspicions:
     def __init__(self, max_peers: int = 4096) -> None:
         self._max_peers = max_peers
         self._opinions: OrderedDict[str, Opinion] = OrderedDict()
+        self._strangers, self._bad_strangers = STRANGERS, BAD_STRANGERS
+        self._betrayed_at = -math.inf
 
     def __len__(self) -> int:
         return len(self._opinions)
@@ -113,10 +133,23 @@ class Suspicions:
     def of(self, peer_id: str, now: float) -> Opinion:
         """What is believed of a server."""
         known = self._opinions.get(peer_id)
-        return known.at(now) if known is not None else Opinion(when=now)
+        return known.at(now) if known is not None else Opinion(self._stranger, now)
+
+    @property
+    def _stranger(self) -> float:
+        """Log-odds of a server that was never audited."""
+        return math.log(self._bad_strangers / (self._strangers - self._bad_strangers))
 
     def record(self, peer_id: str, result: Agreement, now: float) -> Opinion:
         """Take in the result of an audit."""
+        known = self._opinions.get(peer_id)
+        if known is None:
+            self._strangers += 1
+            self._bad_strangers += result is not Agreement.SAME
+            if self._strangers > MAX_STRANGERS:  # the oldest count less and less
+                self._strangers, self._bad_strangers = self._strangers / 2, self._bad_strangers / 2
+        elif result is not Agreement.SAME and known.log_odds < STRANGER and known.when >= self._betrayed_at:
+            self._betrayed_at = now
         opinion = self.of(peer_id, now).after(result, now)
         self._opinions[peer_id] = opinion
         self._opinions.move_to_end(peer_id)
@@ -126,8 +159,28 @@ class Suspicions:
         return opinion
 
     def audit_rate(self, peer_id: str, least: float, now: float) -> float:
-        """Which share of a server's work is to be audited: as much as it is suspected, and never less than `least`."""
-        return max(least, self.of(peer_id, now).probability) if least else 0.0
+        """Which share of a server's work is to be audited: all if none was yet (or since a trusted one was wrong), then
+        as much as it is suspected, and never less than `least`; nothing if that is 0."""
+        known = self._opinions.get(peer_id)
+        if not least or known is None or known.when < self._betrayed_at:
+            return 1.0 if least else 0.0
+        return max(least, known.at(now).probability)
+
+    def witnesses(self, servers: Iterable[ServerInfo], chance: random.Random, now: float) -> list[ServerInfo]:
+        """In which order servers are asked to be witnesses; those that are not used at all are left out.
+
+        Those first of which good is known, in random order, so that new names do not outvote them. Half of the times,
+        the fastest of those that were never audited goes before them: this is how it becomes known.
+        """
+        asked = [one for one in servers if not self.of(one.peer_id, now).is_quarantined]
+        chance.shuffle(asked)
+        asked.sort(key=lambda one: one.peer_id not in self._opinions or self.of(one.peer_id, now).log_odds >= STRANGER)
+        new = [one for one in asked if one.peer_id not in self._opinions]
+        if new and chance.random() < 0.5:
+            fastest = max(new, key=lambda one: one.throughput)
+            asked.remove(fastest)
+            asked.insert(0, fastest)
+        return asked
 
     def quarantined(self, now: float) -> frozenset[str]:
         """Servers that are not used."""
@@ -135,7 +188,7 @@ class Suspicions:
 
     def penalties(self, peer_ids: Iterable[str], now: float) -> dict[str, float]:
         """Peer id -> seconds that a route costs more because the server may be dishonest."""
-        stranger = PENALTY_S * Opinion().probability  # of most, in a large swarm
+        stranger = PENALTY_S * Opinion(self._stranger).probability  # of most, in a large swarm
         return {
             peer: PENALTY_S * self.of(peer, now).probability if peer in self._opinions else stranger
             for peer in peer_ids

@@ -28,7 +28,7 @@ logger = logging.getLogger("swarm.server")
 OPTIONS_AS_GIVEN = (
     *("model", "revision", "device", "dtype", "quant", "stay", "name"),
     *("cache_tokens", "adapters", "cache_dir", "update_period", "threads"),
-    *("flash_exact", "exits_from"),
+    *("flash_exact", "exits_from", "vouchers"),
 )
 """Options that go into `ServerConfig` as they are."""
 
@@ -118,6 +118,13 @@ OPTIONS_AS_GIVEN = (
     metavar="SIZE",
     help="Bytes a second that are sent so at most, such as 10MB. While clients use this server it sends less anyway.  "
     "[default: no limit]",
+)
+@click.option(
+    "--vouchers",
+    multiple=True,
+    metavar="PEER_ID",
+    help="Whose word counts when a client spends points that others owe it (docs/trust.md), such as that of a gateway "
+    "which all use. May be repeated.",
 )
 @click.option("--update-period", type=click.FloatRange(1, 200), default=30.0, help="Seconds between announcements.")
 @click.option("--threads", type=click.IntRange(min=1), help="Number of torch threads.  [default: torch decides]")

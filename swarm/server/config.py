@@ -160,6 +160,7 @@ class ServerConfig:
         flash_exact: never select neurons, so that results are exact.
         exits: where tokens may leave inside the span; None for nowhere.
         exits_from: folder of lenses and classifiers for that (`model.save_exits`).
+        vouchers: owners of points whose word counts here, even if nothing is owed to them (docs/trust.md).
     """
 
     model: str | None = None
@@ -185,6 +186,7 @@ class ServerConfig:
     exits: ExitsOption | None = None
     exits_from: Path | None = None
     weights: WeightsOption = field(default_factory=WeightsOption)
+    vouchers: tuple[str, ...] = ()
 
     @property
     def may_move(self) -> bool:

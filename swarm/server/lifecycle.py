@@ -27,6 +27,7 @@ from swarm.server.config import ServerConfig
 from swarm.server.placement.initial_blocks import block_throughputs, weakest_window
 from swarm.server.placement.move_loop import MoveLoop
 from swarm.server.resolved_config import ResolvedConfig, resolve_config
+from swarm.server.sessions.points_desk import PointsDesk
 from swarm.server.span_service import SpanService
 from swarm.server.throughput.link_measurement import LinkMeasurement
 from swarm.server.weight_source import WeightSharing, WeightSource
@@ -34,6 +35,7 @@ from swarm.transport.joining import join_network
 from swarm.transport.p2p import Peer
 from swarm.transport.process_folder import remove_abandoned_folders
 from swarm.transport.stream import Stream
+from swarm.trust.points import points_path
 
 logger = logging.getLogger(__name__)
 
@@ -82,6 +84,7 @@ class Server:
         self._background_tasks: list[asyncio.Task[None]] = []
         self._observer = ServerObserver()
         self._metrics: MetricsEndpoint | None = None
+        self._points: PointsDesk | None = None
 
     @property
     def metrics_url(self) -> str:
@@ -108,7 +111,8 @@ class Server:
         Raises:
             UsageError: the options, the model, the network or the memory do not allow it. The subclass says which:
                 `InvalidOption`, `InvalidSpan`, `ModelNotFound`, `CheckpointError`, `UnsupportedModel`,
-                `NotEnoughMemory`, `AdapterError`, `PeerUnreachable`, `AddressUnavailable`, `IdentityError`.
+                `NotEnoughMemory`, `AdapterError`, `PeerUnreachable`, `AddressUnavailable`, `IdentityError`,
+                `PointsFileError`.
             DhtError: the DHT, which says where blocks are needed, did not answer.
         """
         try:
@@ -137,6 +141,14 @@ class Server:
 
         # 3. The network, if the files have not come from there. Other peers may get weights from here.
         self._peer = await self._join()
+        identity = options.p2p.identity_path
+        self._points = await self._compute_thread.run(
+            PointsDesk,
+            self._peer.peer_id,
+            points_path(identity) if identity is not None else None,
+            options.vouchers,
+            self._observer,
+        )
         self._sharing = WeightSharing(options, checkpoint, lambda: self._is_busy)
         await self._peer.serve_weights(self._sharing.serve)
         self._peer.reach.relay_source = RelayDirectory(self._peer, checkpoint.name, checkpoint.blocks).relays
@@ -207,7 +219,7 @@ class Server:
     async def _load(self, config: ResolvedConfig, span: Span) -> SpanService:
         """Load the blocks and accept clients."""
         self._service = await SpanService.load(
-            config, span, self.peer, self._compute_thread, self._observer, self._head
+            config, span, self.peer, self._compute_thread, self._observer, self._head, self._points
         )
         self._head = self._service.exits.head or self._head
         self._state = ServerState.ONLINE
@@ -331,6 +343,8 @@ class Server:
             await asyncio.sleep(EXPIRY_PERIOD_S)
             if self._service is not None:
                 self._service.expire()
+            if self._points is not None:
+                await self._points.save()
 
     async def lost(self) -> SwarmError:
         """Wait until this server cannot serve any more, and return the reason."""
@@ -363,6 +377,8 @@ class Server:
         if self._service is not None:
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._service.drain(0.0, LEAVE_HAND_OVER_S), 2 * LEAVE_HAND_OVER_S)
+        if self._points is not None:
+            await self._points.close()
         self._compute_thread.close()
         if not await self._compute_thread.wait_ended(LAST_JOB_S):
             logger.debug("the compute thread is still busy")

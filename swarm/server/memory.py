@@ -68,12 +68,14 @@ class _WaitingCharge:
     """A charge in the queue.
 
     Attributes:
+        weight: how often as much as others its peer may hold and still go before them.
         decided: set once it has left the queue, with its amount if `granted`.
     """
 
     holder: Hashable
     peer: str
     amount: int
+    weight: float = 1.0
     decided: asyncio.Event = field(default_factory=asyncio.Event)
     granted: bool = False
 
@@ -85,7 +87,8 @@ class _WaitingCharge:
 class MemoryPool:
     """Keeps account of one kind of memory: how much each holder has, until it is released, used or not.
 
-    A charge may wait. What becomes free goes to the peer that holds least; among equals, to the first in the queue.
+    A charge may wait. What becomes free goes to the peer that holds least for its weight; among equals, to the first in
+    the queue.
     Smaller charges do not overtake a large one at the head of the queue.
 
     Args:
@@ -130,6 +133,7 @@ class MemoryPool:
         amount: int,
         timeout_s: float,
         make_room: Callable[[], None] = lambda: None,
+        weight: float = 1.0,
     ) -> None:
         """Give a holder `amount` more; wait up to `timeout_s` for what becomes free.
 
@@ -138,6 +142,7 @@ class MemoryPool:
 
         Args:
             make_room: called now and then while this charge is the next one and there is not enough.
+            weight: see `_WaitingCharge`.
         """
         if not self._queue and amount <= self.free and self._within_quota(peer, amount):
             self._grant(holder, peer, amount)
@@ -145,7 +150,7 @@ class MemoryPool:
         others = sum(one.peer == peer for one in self._queue)
         if self._closing or others >= MAX_WAITING or amount + self.held_by(holder) > self.quota:
             timeout_s = 0.0
-        waiter = _WaitingCharge(holder, peer, amount)
+        waiter = _WaitingCharge(holder, peer, amount, weight)
         self._queue.append(waiter)
         self._grant_waiting()
         try:
@@ -189,7 +194,7 @@ class MemoryPool:
     def _next_in_queue(self) -> _WaitingCharge | None:
         """The charge to grant next. One that would exceed its peer's quota does not hold up the others."""
         line = [one for one in self._queue if self._within_quota(one.peer, one.amount)]
-        return min(line, key=lambda one: self._peers[one.peer], default=None)
+        return min(line, key=lambda one: (self._peers[one.peer] / one.weight, -one.weight), default=None)
 
     def _grant_waiting(self) -> None:
         """Grant the waiting charges that fit."""

@@ -31,6 +31,7 @@ from swarm.server.limits import KEPT_HIDDEN_STATES
 from swarm.server.resolved_config import ResolvedConfig
 from swarm.server.sessions.adapter_store import AdapterLimits, AdapterStore
 from swarm.server.sessions.handler import MessageHandler
+from swarm.server.sessions.points_desk import PointsDesk
 from swarm.server.sessions.request_validation import RequestLimits
 from swarm.server.sessions.session_table import CacheSizes, SessionTable
 from swarm.server.throughput.compute_measurement import Throughput, determine_throughput
@@ -97,11 +98,13 @@ class SpanService:
         compute_thread: ComputeThread,
         observer: ServerObserver | None = None,
         head: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        points: PointsDesk | None = None,
     ) -> SpanService:
         """Read the blocks and get ready to serve. Raises what loading raises.
 
         Args:
             head: of the exits at blocks that were held before (`exits.head`); None to load it if there are exits.
+            points: see `MessageHandler`.
         """
         checkpoint, observer = config.checkpoint, observer or ServerObserver()
         # First, because it is quick: an adapter that cannot be used is reported before the weights are read.
@@ -146,6 +149,7 @@ class SpanService:
             adapters=adapters,
             observer=observer,
             quantization=config.quantization,
+            points=points,
         )
         reporter = FlashReporter(model, observer)
         return cls(span, model, sessions, handler, engine, adapters, throughput, load_seconds, reporter)

@@ -22,7 +22,9 @@ compares the largest values only, because its verifier gets a digest; a client h
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -113,6 +115,33 @@ def difference(
     size_T = error_TH.norm(dim=1)
     relative_T = size_T / (recomputed_TH.norm(dim=1) * unit).clamp_min(torch.finfo(torch.float32).tiny)
     return Difference(len(size_T), float(relative_T.median()), _coherence(error_TH, size_T), float(relative_T.max()))
+
+
+Verdict = dict[str, tuple[Agreement, Difference]]
+"""What an audit says of each server that took part, and how far it differs from one that agrees with another."""
+
+
+def majority(peers: Sequence[str], compare: Callable[[str, str], Difference]) -> Verdict | None:
+    """What follows from the results of some servers; None as long as no two of them agree.
+
+    Args:
+        peers: the servers, in the order in which they were asked.
+        compare: how far the results of two of them differ.
+    """
+    pairs = {frozenset(pair): compare(*pair) for pair in itertools.combinations(peers, 2)}
+
+    def agrees(one: str, other: str) -> bool:
+        return one != other and pairs[frozenset((one, other))].agreement(TOLERANCE) is Agreement.SAME
+
+    friends = {peer: [other for other in peers if agrees(peer, other)] for peer in peers}
+    best = max(peers, key=lambda peer: len(friends[peer]))
+    if not friends[best]:
+        return None
+    said: Verdict = {}
+    for peer in peers:
+        found = pairs[frozenset((peer, best if peer != best else friends[best][0]))]
+        said[peer] = found.agreement(TOLERANCE), found
+    return said
 
 
 def _coherence(error_TH: torch.Tensor, size_T: torch.Tensor) -> float:

@@ -94,6 +94,12 @@ class SessionRecord:
         newest = self._waiting or self._known
         return newest[-1].number if newest else None
 
+    @property
+    def tokens(self) -> int:
+        """All that steps and replays have brought that stand."""
+        known = self._known[-1].tokens + self._known[-1].replayed_tokens if self._known else 0
+        return known + sum(entry.tokens for entry in self._waiting)
+
     def add_step(self, given: bytes, gave: LaterChecksum) -> None:
         """A step was computed: the checksums of what went in and of what came out."""
         request = gave.request

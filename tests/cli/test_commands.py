@@ -16,7 +16,7 @@ OPTIONS = {
         "model", "--revision", "--blocks", "--initial-peers", "--membership", "--new-swarm", "--host-maddrs",
         "--announce-maddrs", "--relay", "--identity-path", "--device", "--dtype", "--quant", "--flash",
         "--flash-exact", "--exits", "--exits-from", "--throughput", "--name", "--cache-tokens", "--cache-dir",
-        "--update-period", "--adapters",
+        "--update-period", "--adapters", "--vouchers",
         "--threads", "--stay", "--metrics", "--weights-from", "--digests",
         "--share-weights", "--share-rate",
         "--log-format", "--help",
@@ -38,7 +38,7 @@ OPTIONS = {
     "gateway": {
         "models", "--initial-peers", "--membership", "--host", "--port", "--keys", "--open", "--host-name",
         "--concurrent", "--cors", "--public-status",
-        "--wire", "--exact", "--digests", "--weights-from", "--early-exit",
+        "--wire", "--exact", "--audit", "--points", "--digests", "--weights-from", "--early-exit",
         "--exits-from", "--approximate-exits",
         "--log-format", "--help",
     },
@@ -61,6 +61,7 @@ OPTIONS = {
     "keys": {"--help"},
     "digest": {"model", "--revision", "--for-peers", "--help"},
     "receipt": {"--help"},
+    "points": {"identity", "--new", "--help"},
 }  # fmt: skip
 
 

@@ -64,6 +64,12 @@ blocks = st.builds(
         max_size=3,
     ),
 )
+signed = st.builds(
+    messages.Signed,
+    statement=st.binary(max_size=messages.MAX_STATEMENT_BYTES),
+    public_key=st.binary(max_size=messages.MAX_SIGNATURE_BYTES),
+    signature=st.binary(max_size=messages.MAX_SIGNATURE_BYTES),
+)
 CLIENT_MESSAGES: dict[type, st.SearchStrategy[messages.ClientMessage]] = {
     messages.OpenSession: st.builds(
         messages.OpenSession,
@@ -75,6 +81,8 @@ CLIENT_MESSAGES: dict[type, st.SearchStrategy[messages.ClientMessage]] = {
         reply_format=formats,
         adapters=digests,
         early_exits=st.booleans(),
+        points=st.none()
+        | st.builds(messages.Points, signed, st.lists(signed, max_size=messages.MAX_SHOWN_TABS).map(tuple)),
     ),
     messages.SetNeighbors: st.builds(
         messages.SetNeighbors,
@@ -98,6 +106,7 @@ CLIENT_MESSAGES: dict[type, st.SearchStrategy[messages.ClientMessage]] = {
         return_outputs=st.booleans(),
     ),
     messages.ReceiptRequest: st.builds(messages.ReceiptRequest, step=st.integers(0, 2**31 - 2)),
+    messages.SignedTab: st.builds(messages.SignedTab, tab=signed),
     messages.CloseSession: st.just(messages.CloseSession()),
     messages.ForwardRequest: st.builds(
         messages.ForwardRequest,
@@ -150,6 +159,7 @@ SERVER_MESSAGES: dict[type, st.SearchStrategy[messages.ServerMessage]] = {
         public_key=st.binary(max_size=messages.MAX_SIGNATURE_BYTES),
         signature=st.binary(max_size=messages.MAX_SIGNATURE_BYTES),
     ),
+    messages.TabKept: st.builds(messages.TabKept, tab=st.none() | signed),
     messages.ForwardReply: st.builds(messages.ForwardReply, format=formats, dtype=names, compute_ms=milliseconds),
     messages.BackwardReply: st.builds(messages.BackwardReply, format=formats, dtype=names, compute_ms=milliseconds),
     messages.AdaptersStored: st.builds(messages.AdaptersStored, lifetime_s=st.floats(0, 1e9)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -18,6 +19,7 @@ from swarm.routing.suspicion import (
     Opinion,
     Suspicions,
 )
+from tests.infos import server_info
 
 SAME, DIFFERENT, UNRELATED = Agreement
 results = st.sampled_from([SAME, DIFFERENT, UNRELATED])
@@ -84,15 +86,37 @@ def test_strangers_are_audited_more_and_cost_more():
     for _ in range(50):
         suspicions.record("known", SAME, 0.0)
     suspicions.record("odd", DIFFERENT, 0.0)
-    rates = [suspicions.audit_rate(name, 0.01, 0.0) for name in ("known", "new", "odd")]
+    suspicions.record("once", SAME, 0.0)
+    rates = [suspicions.audit_rate(name, 0.01, 0.0) for name in ("known", "once", "odd", "new")]
     assert 0.0099 < rates[0] < 0.0101
     assert rates == sorted(rates)
-    assert rates[1] > 0.09
+    assert 0.03 < rates[1] < 0.1
     assert rates[2] > 0.9
-    assert suspicions.audit_rate("odd", 0.0, 0.0) == 0.0
+    assert rates[3] == 1.0
+    assert suspicions.audit_rate("odd", 0.0, 0.0) == suspicions.audit_rate("new", 0.0, 0.0) == 0.0
     costs = suspicions.penalties(["known", "new", "odd"], 0.0)
     assert 0 < costs["known"] < costs["new"] < costs["odd"] < PENALTY_S
     assert suspicions.quarantined(0.0) == frozenset()
+
+
+def test_witnesses_are_those_of_which_good_is_known_and_new_ones_in_turn():
+    """So a crowd of new names is never asked twice in one audit while others are known."""
+    suspicions, chance = Suspicions(), random.Random(3)
+    for name in ("good", "better"):
+        suspicions.record(name, SAME, 0.0)
+    suspicions.record("odd", DIFFERENT, 0.0)
+    suspicions.record("liar", UNRELATED, 0.0)
+    rates = {"good": 1.0, "better": 2.0, "odd": 9.0, "liar": 9.0, "new": 3.0, "newer": 4.0}
+    servers = [server_info(0, 4, name, throughput=rate) for name, rate in rates.items()]
+    firsts = Counter[str]()
+    for _ in range(1000):
+        asked = [one.peer_id for one in suspicions.witnesses(servers, chance, 0.0)]
+        assert sorted(asked) == ["better", "good", "new", "newer", "odd"]
+        assert {"good", "better"} <= set(asked[:3])
+        firsts[asked[0]] += 1
+    assert 400 < firsts["newer"] < 600
+    assert firsts["newer"] + firsts["good"] + firsts["better"] == 1000
+    assert abs(firsts["good"] - firsts["better"]) < 100
 
 
 def test_a_new_name_is_no_gain():
@@ -106,6 +130,48 @@ def test_a_new_name_is_no_gain():
     assert costs["whitewashed"] > 5 * costs["honest"]
 
 
+def test_new_names_are_believed_as_much_as_those_before_deserved():
+    """Liars that come back again and again make all new names cost more; honest ones make them cost less."""
+
+    def cost(suspicions: Suspicions) -> float:
+        return suspicions.penalties(["new"], 0.0)["new"]
+
+    lied, honest, usual = Suspicions(), Suspicions(), cost(Suspicions())
+    for number in range(40):
+        lied.record(f"{number}", UNRELATED, 0.0)
+        honest.record(f"{number}", SAME, 0.0)
+    assert cost(lied) > 5 * usual
+    assert cost(honest) < usual / 3
+    assert lied.of("new", 0.0).probability == cost(lied) / PENALTY_S
+    for number in range(500):
+        lied.record(f"late {number}", SAME, 0.0)
+    assert cost(lied) < usual
+    assert lied.audit_rate("new", 0.01, 0.0) == 1.0
+
+
+def test_once_a_trusted_server_was_wrong_the_next_work_of_all_is_audited():
+    """Each once: those that are found wrong then do not begin it again, one that has passed since does."""
+    suspicions = Suspicions()
+    for name in ("a", "b", "c"):
+        for _ in range(20):
+            suspicions.record(name, SAME, 0.0)
+
+    def all_are_audited(names: str, now: float) -> bool:
+        return all(suspicions.audit_rate(name, 0.01, now) == 1.0 for name in names)
+
+    suspicions.record("new", UNRELATED, 5.0)  # of which nothing was known
+    assert not all_are_audited("a", 5.0)
+    suspicions.record("a", DIFFERENT, 10.0)
+    assert all_are_audited("bc", 20.0)
+    suspicions.record("b", UNRELATED, 30.0)
+    suspicions.record("c", SAME, 40.0)
+    assert suspicions.audit_rate("c", 0.01, 40.0) < 0.02
+    suspicions.record("c", DIFFERENT, 50.0)
+    suspicions.record("d", SAME, 45.0)
+    assert all_are_audited("d", 60.0)
+    assert suspicions.audit_rate("d", 0.0, 60.0) == 0.0
+
+
 def test_few_opinions_are_kept_and_the_bad_ones_longest():
     suspicions = Suspicions(max_peers=3)
     suspicions.record("liar", UNRELATED, 0.0)
@@ -116,5 +182,5 @@ def test_few_opinions_are_kept_and_the_bad_ones_longest():
     for number in range(5):
         suspicions.record(f"liar {number}", UNRELATED, 0.0)
     assert len(suspicions) == 3
-    assert suspicions.of("liar", 0.0).log_odds == STRANGER
+    assert not suspicions.of("liar", 0.0).is_quarantined
     assert suspicions.of("liar 4", 0.0).log_odds >= QUARANTINE

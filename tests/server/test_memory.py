@@ -40,10 +40,12 @@ class Line:
         self.granted: list[str] = []
         self.refused: list[str] = []
 
-    def join(self, name: str, tokens: int, peer: str = "", patience: float = PATIENCE) -> asyncio.Task[None]:
+    def join(
+        self, name: str, tokens: int, peer: str = "", patience: float = PATIENCE, weight: float = 1.0
+    ) -> asyncio.Task[None]:
         async def wait() -> None:
             try:
-                await self.pool.charge_or_wait(name, peer or name, tokens, patience)
+                await self.pool.charge_or_wait(name, peer or name, tokens, patience, weight=weight)
             except CacheFull:
                 self.refused.append(name)
             else:
@@ -105,6 +107,22 @@ async def test_peers_that_hold_least_go_first():
     pool.release("first")
     await settled()
     assert line.granted == ["first", "more of the same"]
+
+
+@virtual()
+async def test_points_go_first_among_those_that_hold_the_same():
+    pool = MemoryPool(100, peer_share=1.0)
+    pool.charge("all", "other", 56)
+    for holder, amount in (("mine", 4), ("much", 40)):
+        pool.charge(holder, holder, amount)
+    line = Line(pool)
+    for peer, weight in (("free", 1.0), ("mine", 1.0), ("points", 8.0), ("much", 8.0)):
+        line.join(f"{peer} waits", 50, peer=peer, weight=weight)
+        await settled()
+    for released in ("all", "points waits", "free waits", "mine waits"):
+        pool.release(released)
+        await settled()
+    assert line.granted == ["points waits", "free waits", "mine waits", "much waits"]
 
 
 @pytest.mark.parametrize("patience", [0.0, PATIENCE])

@@ -2,7 +2,7 @@
 
 An audit is an ordinary session: a prompt of real hidden states over the blocks of one hop. The server that computes it
 cannot know that it is one, and the server that is audited does not learn of it. The witness is drawn at random among
-all other servers that hold these blocks in the same precision.
+the other servers that hold these blocks in the same precision (`Suspicions.witnesses`).
 
 If both results agree, as far as honest machines do (`swarm.trust.comparison`), that speaks for the server. If not,
 others are asked until two agree: whichever differs from them is suspected (`swarm.routing.suspicion`). Where there are
@@ -12,7 +12,6 @@ no others, nothing is proven, and no server is blamed.
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 import random
 import time
@@ -33,7 +32,7 @@ from swarm.errors import MissingBlocks, SwarmError
 from swarm.protocol.compression import decode_tensor, encode_tensor
 from swarm.routing.router import Alternative
 from swarm.routing.suspicion import Agreement, Suspicions
-from swarm.trust.comparison import TOLERANCE, Difference, difference
+from swarm.trust.comparison import Verdict, difference, majority
 from swarm.trust.receipts import ServedBlocks
 
 logger = logging.getLogger(__name__)
@@ -46,9 +45,6 @@ MAX_WITNESSES = 4
 
 AUDIT_TIMEOUT_S = 120.0
 """Seconds that a server gets for a sample."""
-
-Verdict = dict[str, tuple[Agreement, Difference]]
-"""What an audit says of each server that took part, and how far it differs from one that agrees with another."""
 
 _CPU = torch.device("cpu")
 
@@ -119,9 +115,8 @@ class Auditor:
     async def audit(self, sample: WorkSample) -> None:
         """Find out whether a sample is right, and note what follows from that."""
         results = {sample.hop.server.peer_id: await asyncio.to_thread(_claimed, sample)}
-        witnesses = [one for one in self._servers() if _is_witness(one, sample.hop)]
-        self._chance.shuffle(witnesses)
-        for witness in witnesses:
+        able = [one for one in self._servers() if _is_witness(one, sample.hop)]
+        for witness in self._suspicions.witnesses(able, self._chance, self._now()):
             if len(results) > MAX_WITNESSES:
                 break
             try:
@@ -171,29 +166,11 @@ class Auditor:
 
 def _majority(results: dict[str, torch.Tensor], sample: WorkSample) -> Verdict | None:
     """The verdict once two results agree; None before."""
-    server, span = sample.hop.server, sample.hop.span
-    wire = sample.context.options.wire
-
-    def compare(one: str, other: str) -> Difference:
-        return difference(results[one], results[other], span.length, server.compute_dtype, wire)
-
-    pairs = {frozenset(pair): compare(*pair) for pair in itertools.combinations(results, 2)}
-    friends = {
-        peer: [
-            other
-            for other in results
-            if other != peer and pairs[frozenset((peer, other))].agreement(TOLERANCE) is Agreement.SAME
-        ]
-        for peer in results
-    }
-    best = max(results, key=lambda peer: len(friends[peer]))
-    if not friends[best]:
-        return None
-    said: Verdict = {}
-    for peer in results:
-        found = pairs[frozenset((peer, best))] if peer != best else pairs[frozenset((best, friends[best][0]))]
-        said[peer] = found.agreement(TOLERANCE), found
-    return said
+    server, span, wire = sample.hop.server, sample.hop.span, sample.context.options.wire
+    return majority(
+        list(results),
+        lambda one, other: difference(results[one], results[other], span.length, server.compute_dtype, wire),
+    )
 
 
 def _is_witness(server: ServerInfo, hop: Hop) -> bool:

@@ -6,7 +6,6 @@ import asyncio
 import logging
 import secrets
 import time
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
@@ -17,7 +16,9 @@ from swarm.client.hops.blame import Claim, InputClaims
 from swarm.client.hops.hop_progress import NO_STEP, HopProgress, ReplyKind
 from swarm.client.hops.hop_stream import CLOSE_TIMEOUT_S, HopStream
 from swarm.client.hops.input_history import InputHistory, Step
+from swarm.client.hops.settlement import Settlement
 from swarm.client.hops.work_sample import SampleTaker
+from swarm.client.points.wallet import Wallet
 from swarm.client.routes.events import EventListener, ignore_events
 from swarm.client.routes.route_source import RouteSource
 from swarm.client.wire.adapter_upload import AdapterUpload
@@ -40,7 +41,6 @@ from swarm.errors import (
     PeerLost,
     PeerTimeout,
     ProtocolViolation,
-    RemoteError,
     ServerClosing,
     SuspectOutputs,
     TooLargeReply,
@@ -49,7 +49,6 @@ from swarm.errors import (
 from swarm.protocol import messages
 from swarm.protocol.input_checksum import input_checksum
 from swarm.transport.stream import Network
-from swarm.trust.receipts import ServedBlocks, make_statement, require_same
 from swarm.trust.session_record import SessionRecord
 
 logger = logging.getLogger(__name__)
@@ -59,9 +58,6 @@ CACHE_WAIT_S = 1.0
 
 OPEN_TIMEOUT_S = 5.0
 """Seconds to connect and to open the session."""
-
-RECEIPT_TIMEOUT_S = 2.0
-"""Seconds that a server gets to sign a receipt."""
 
 _ReplayReply = asyncio.Future[tuple[messages.ServerMessage, bytes | memoryview]]
 
@@ -82,6 +78,7 @@ class SessionContext:
         kept_receipts: where the receipts of servers that are left go, by session at the server; None if they are not
             asked for.
         samples: gets samples of the servers' work, when they have done it; None if none are taken.
+        wallet: the points that the session spends; None for none.
     """
 
     network: Network
@@ -94,6 +91,7 @@ class SessionContext:
     early_exits: bool = False
     kept_receipts: dict[bytes, messages.Receipt] | None = None
     samples: SampleTaker | None = None
+    wallet: Wallet | None = None
 
 
 class HopSession:
@@ -145,8 +143,7 @@ class HopSession:
         self._neighbors = messages.SetNeighbors(None, None, None)
         self._opening_seconds = 0.0
         self._sending: asyncio.Task[None] | None = None
-        self._receipts: deque[tuple[int, asyncio.Future[messages.Receipt]]] = deque()
-        """Receipts that were asked for and have not come, including those whose caller has stopped waiting."""
+        self._settlement = Settlement(context, hop, self.session_id, self.record)
         self._farewell: asyncio.Task[None] | None = None
 
     @property
@@ -164,7 +161,7 @@ class HopSession:
         Called again, it continues the session at the server if that still knows it. Raises `PeerLost`, `PeerTimeout`,
         `ProtocolViolation`, or the `RemoteError` with which the server refuses.
         """
-        options, adapter = self._context.options, self._context.adapter
+        options, adapter, wallet = self._context.options, self._context.adapter, self._context.wallet
         request = messages.OpenSession(
             session_id=self.session_id,
             revision=options.revision,
@@ -176,6 +173,7 @@ class HopSession:
             adapters=adapter.adapter.digests(self.hop.span),
             early_exits=self._context.early_exits,
             sequences=rows,
+            points=await wallet.points_for(self.peer_id, self._context.network.peer_id) if wallet is not None else None,
         )
         began = time.perf_counter()
         async with ReplyDeadline(self.hop, min(OPEN_TIMEOUT_S, options.timeout) + adapter.upload_timeout(self.hop)):
@@ -184,10 +182,12 @@ class HopSession:
         reply = parse_reply(self.hop, frame)
         if not isinstance(reply, messages.SessionOpened):
             raise unexpected_reply(self.hop, reply)
+        if wallet is not None:
+            wallet.note_tab(self.peer_id, reply.tab)
         self._opening_seconds = time.perf_counter() - began
         self.progress.on_opened()
         self._unanswered_replays = 0
-        self._receipts.clear()
+        self._settlement.begin_again()
         if reply.next_step == 0:
             self.record.clear()
         self._stream.listen()
@@ -310,42 +310,14 @@ class HopSession:
         Raises `PeerLost`, `PeerTimeout`, the `RemoteError` with which the server refuses, or `ProtocolViolation` if the
         receipt does not say what this client knows.
         """
-        number = self.record.last
-        totals = self.record.totals(number) if number is not None else None
-        if totals is None:
-            return None
-        expected = make_statement(
-            self.peer_id,
-            self._context.network.peer_id,
-            self.session_id,
-            ServedBlocks.of(self.hop.server, self.hop.span),
-            self._context.options.wire,
-            self._context.adapter.adapter.digests(self.hop.span),
-            self._context.early_exits,
-            totals,
-        )
-        found = await self._ask_for_receipt(totals.number)
-        try:
-            require_same(found, expected)
-        except ProtocolViolation as error:
-            raise ProtocolViolation(f"{describe_hop(self.hop)}: {error}") from None
-        return found
-
-    async def _ask_for_receipt(self, number: int) -> messages.Receipt:
-        answer: asyncio.Future[messages.Receipt] = asyncio.get_running_loop().create_future()
-        self._receipts.append((number, answer))
-        try:
-            await self._send(messages.ReceiptRequest(number), b"", RECEIPT_TIMEOUT_S)
-            async with asyncio.timeout(RECEIPT_TIMEOUT_S):
-                return await answer
-        except TimeoutError:
-            raise PeerTimeout(f"{describe_hop(self.hop)} signed nothing within {RECEIPT_TIMEOUT_S:.0f} s") from None
+        return await self._settlement.receipt(self._send)
 
     async def close(self) -> None:
-        """Free the session at the server, if it can still be told. Get its receipt before, if they are kept."""
+        """Free the session at the server, if it can still be told. Before, get its receipt and sign for it, if that is
+        to be done."""
         error = self.progress.error
         if error is None or isinstance(error, ServerClosing | CacheReclaimed):
-            await self._keep_receipt()
+            await self._settlement.settle(self._send)
         self.claims.forget_after(NO_STEP)
         self.progress.on_closed()
         if self._sending:
@@ -353,19 +325,6 @@ class HopSession:
             self._sending = None
         may_answer = self.progress.may_be_answered or not self._stream.is_listening
         await self._stream.close(drain=may_answer and self.progress.error is None)
-
-    async def _keep_receipt(self) -> None:
-        """Get the server's receipt, if receipts are kept."""
-        kept = self._context.kept_receipts
-        if kept is None:
-            return
-        try:
-            if (receipt := await self.receipt()) is not None:
-                kept[self.session_id] = receipt
-        except RemoteError as error:
-            logger.info("no receipt: %s", error)
-            if isinstance(error, ProtocolViolation):
-                self._context.routes.report_failure(self.peer_id, error)
 
     def hang_up(self) -> None:
         """End the connection without a word."""
@@ -392,10 +351,8 @@ class HopSession:
                 answered = self._on_step_reply(reply, payload)
             case messages.Refusal():
                 self._on_refusal(reply)
-            case messages.Receipt() if self._receipts:
-                _, receipt = self._receipts.popleft()
-                if not receipt.done():
-                    receipt.set_result(reply)
+            case messages.Receipt() | messages.TabKept() if self._settlement.on_reply(reply):
+                pass
             case messages.ReplayReply() if self._unanswered_replays:
                 if (answer := self._oldest_replay()) is not None:
                     answer.set_result((reply, payload))
@@ -449,15 +406,12 @@ class HopSession:
             if (answer := self._oldest_replay()) is not None:
                 answer.set_exception(error)
             return
-        if self._receipts and refusal.step == self._receipts[0][0]:
-            _, receipt = self._receipts.popleft()
-            if not receipt.done():
-                receipt.set_exception(error)
+        if self._settlement.on_refused(error, refusal.step):
             return
         self.progress.on_refused(error, refusal.step)
         if self.progress.leaving is not None and self._farewell is None:
             # It may be gone when the next step comes.
-            self._farewell = asyncio.get_running_loop().create_task(self._keep_receipt())
+            self._farewell = asyncio.get_running_loop().create_task(self._settlement.settle(self._send))
 
     def _oldest_replay(self) -> _ReplayReply | None:
         """What waits for the answer to the oldest replay, which has come: only the newest does, and others were
@@ -477,6 +431,4 @@ class HopSession:
     def _fail_waiting(self, error: Exception) -> None:
         if self._replay_reply is not None and not self._replay_reply.done():
             self._replay_reply.set_exception(error)
-        for _, receipt in self._receipts:
-            if not receipt.done():
-                receipt.set_exception(error)
+        self._settlement.fail(error)

@@ -16,6 +16,8 @@ A conversation is one libp2p stream:
                        <-                ReplayReply + payload | Refusal
     ReceiptRequest     ->
                        <-                Receipt | Refusal
+    SignedTab          ->                (what the session's owner of points has had of the server)
+                       <-                TabKept | Refusal
                        <-                Refusal "server_closing" at any time: find another server
     CloseSession       ->                (the cache is freed)
 
@@ -98,6 +100,7 @@ from swarm.protocol.messages.fields import (
     MAX_PEER_SESSIONS,
     MAX_PROBE_BYTES,
     MAX_SEQUENCES,
+    MAX_SHOWN_TABS,
     MAX_SIGNATURE_BYTES,
     MAX_STATEMENT_BYTES,
     Message,
@@ -148,6 +151,7 @@ from swarm.protocol.messages.session import (
     InfoRequest,
     LoraShape,
     OpenSession,
+    Points,
     ProbeReply,
     ProbeRequest,
     PushRequest,
@@ -159,8 +163,11 @@ from swarm.protocol.messages.session import (
     ReplayRequest,
     SessionOpened,
     SetNeighbors,
+    Signed,
+    SignedTab,
     StepReply,
     StepRequest,
+    TabKept,
     WholeSequencesRequest,
 )
 
@@ -174,6 +181,7 @@ __all__ = [
     "MAX_PROBE_BYTES",
     "MAX_REFUSAL_CHARACTERS",
     "MAX_SEQUENCES",
+    "MAX_SHOWN_TABS",
     "MAX_SIGNATURE_BYTES",
     "MAX_STATEMENT_BYTES",
     "MEMBERS_PROTOCOL_ID",
@@ -215,6 +223,7 @@ __all__ = [
     "Paired",
     "PartData",
     "PartsFound",
+    "Points",
     "ProbeReply",
     "ProbeRequest",
     "Punch",
@@ -233,9 +242,12 @@ __all__ = [
     "ServerMessage",
     "SessionOpened",
     "SetNeighbors",
+    "Signed",
+    "SignedTab",
     "StepReply",
     "StepRequest",
     "StillHere",
+    "TabKept",
     "UnreachableNotice",
     "WeightHolder",
     "WeightsMessage",
@@ -254,7 +266,7 @@ __all__ = [
     "refusal",
 ]
 
-PROTOCOL_ID = "/swarm/7"
+PROTOCOL_ID = "/swarm/8"
 """Name of the libp2p protocol. Change the number with any change that older peers cannot read."""
 
 MEMBERS_PROTOCOL_ID = f"{PROTOCOL_ID}/members"
@@ -278,6 +290,7 @@ ClientMessage = (
     | GiveUp
     | ReplayRequest
     | ReceiptRequest
+    | SignedTab
     | CloseSession
     | ForwardRequest
     | BackwardRequest
@@ -290,6 +303,7 @@ ServerMessage = (
     | StepReply
     | ReplayReply
     | Receipt
+    | TabKept
     | ForwardReply
     | BackwardReply
     | AdaptersStored

@@ -28,6 +28,9 @@ MAX_STATEMENT_BYTES = 2048
 MAX_SIGNATURE_BYTES = 1024
 """Bytes of a signature, and of the key that made it, as text."""
 
+MAX_SHOWN_TABS = 4
+"""Tabs that a client shows with a session (see `swarm.trust.points`)."""
+
 ADAPTER_DIGEST_BYTES = 16
 
 CHECKSUM_BYTES = 32

@@ -15,6 +15,7 @@ from swarm.protocol.messages.fields import (
     MAX_EXITS,
     MAX_PROBE_BYTES,
     MAX_SEQUENCES,
+    MAX_SHOWN_TABS,
     MAX_SIGNATURE_BYTES,
     MAX_STATEMENT_BYTES,
     AdapterDigests,
@@ -62,6 +63,24 @@ class Refusal(Message, frozen=True):
     step: Count | None = None
 
 
+class Signed(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """An encoded statement, the key of who has signed it, in OpenSSH format, and the signature in base64."""
+
+    statement: Annotated[bytes, msgspec.Meta(max_length=MAX_STATEMENT_BYTES)]
+    public_key: Annotated[bytes, msgspec.Meta(max_length=MAX_SIGNATURE_BYTES)]
+    signature: Annotated[bytes, msgspec.Meta(max_length=MAX_SIGNATURE_BYTES)]
+
+
+class Points(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Whose points a client spends, and what others owe their owner: see `swarm.trust.points`.
+
+    `grant` lets the client do so. `tabs` are signed by those that were served.
+    """
+
+    grant: Signed
+    tabs: Annotated[tuple[Signed, ...], msgspec.Meta(max_length=MAX_SHOWN_TABS)] = ()
+
+
 class OpenSession(Message, frozen=True):
     """Open a session: keep attention caches for blocks [start, end), up to `max_length` tokens in each sequence.
 
@@ -71,6 +90,8 @@ class OpenSession(Message, frozen=True):
 
     `early_exits` says that the client accepts approximate results: tokens may leave inside spans (see `ExitTerms`).
     Without it a server refuses steps that let them.
+
+    With `points`, the session may go before those of others. Their owner is charged with what it takes.
     """
 
     session_id: SessionId
@@ -83,12 +104,17 @@ class OpenSession(Message, frozen=True):
     wait_timeout_s: Annotated[float, msgspec.Meta(ge=0, le=60)] = 0.0
     adapters: AdapterDigests | None = None
     early_exits: bool = False
+    points: Points | None = None
 
 
 class SessionOpened(Message, frozen=True):
-    """The session exists. `next_step` is the number of the step that the server expects (0 for a new session)."""
+    """The session exists. `next_step` is the number of the step that the server expects (0 for a new session).
+
+    `tab` is the newest that the server has of the owner of the points.
+    """
 
     next_step: Count
+    tab: Signed | None = None
 
 
 class ExitTerms(Message, frozen=True):
@@ -235,6 +261,19 @@ class Receipt(Message, frozen=True):
     statement: Annotated[bytes, msgspec.Meta(max_length=MAX_STATEMENT_BYTES)]
     public_key: Annotated[bytes, msgspec.Meta(max_length=MAX_SIGNATURE_BYTES)]
     signature: Annotated[bytes, msgspec.Meta(max_length=MAX_SIGNATURE_BYTES)]
+
+
+class SignedTab(Message, frozen=True):
+    """What the owner of the session's points has had of the server in all, signed by it."""
+
+    tab: Signed
+
+
+class TabKept(Message, frozen=True):
+    """The newest tab that the server has of that owner. It is another one if that has signed a larger total elsewhere;
+    None if the server keeps none of it, for want of room."""
+
+    tab: Signed | None
 
 
 class CloseSession(Message, frozen=True):

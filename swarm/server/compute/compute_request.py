@@ -34,6 +34,7 @@ class ForwardWork:
         training: part of a training step, so that no generation waits for it.
         exits: where its tokens may leave early, and have left; None if all pass every block.
         urgent: the client waits for it; else it may have what it needs from the blocks before.
+        weight: as how many sessions its session counts.
     """
 
     peer: str
@@ -45,6 +46,7 @@ class ForwardWork:
     training: bool = False
     exits: StepExits | None = None
     urgent: bool = True
+    weight: float = 1.0
 
     @property
     def span(self) -> Span:
@@ -87,6 +89,7 @@ class BackwardWork:
     training: bool = True
     kind: ClassVar[str] = "backward"
     urgent: ClassVar[bool] = True
+    weight: ClassVar[float] = 1.0
     joins_parts: ClassVar[bool] = False
 
     @property
@@ -125,6 +128,7 @@ def forward_work(
     reply_wire: WireFormat | None,
     exits: StepExits | None = None,
     urgent: bool = True,
+    weight: float = 1.0,
 ) -> ForwardWork:
     """A request for the outputs in the format `reply_wire`, or for no outputs if that is None.
 
@@ -139,7 +143,7 @@ def forward_work(
         return encode_tensor(output, reply_wire) if reply_wire is not None else b""
 
     training = session_id is None
-    return ForwardWork(peer, (peer, session_id), cache, layout, decode, encode, training, exits, urgent)
+    return ForwardWork(peer, (peer, session_id), cache, layout, decode, encode, training, exits, urgent, weight)
 
 
 def backward_work(

@@ -137,6 +137,7 @@ class QueuedRequest:
             urgent=self.is_urgent,
             joins_parts=request.joins_parts,
             token_cost=request.token_cost,
+            weight=request.weight,
         )
 
 

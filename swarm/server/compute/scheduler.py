@@ -14,6 +14,8 @@ Every iteration merges tokens of many requests into one forward. The rules:
 - Among sessions, the one that was served least goes first (start-time fair queueing, Goyal et al. 1996), where a token
   counts with the blocks that it passes; a session that was idle does not save up credit. When tokens are scarce, no
   peer gets more than an equal part, however many sessions it opens.
+- A session with points (`swarm.trust.points`) counts as several: it gets as many times more tokens, and its waiting
+  time counts as many times. Those without get what is left, and their turn comes all the same.
 - A request that cannot be cut (a backward) gets an iteration of its own when its turn comes, whatever it costs.
 - A request that has waited long goes before all of these, so that no request waits for ever, whatever else comes.
 """
@@ -69,6 +71,7 @@ class QueuedTokens:
         urgent: a client waits for it.
         joins_parts: whether it may share an iteration with requests for overlapping blocks.
         token_cost: of each token, in blocks.
+        weight: as how many sessions its session counts.
     """
 
     number: int
@@ -84,6 +87,7 @@ class QueuedTokens:
     urgent: bool = True
     joins_parts: bool = False
     token_cost: float = 1.0
+    weight: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +118,7 @@ class FairShares:
             ours = [request for request in waiting if request.training == training]
             if any(request.number in tokens for request in ours):
                 for request in ours:
-                    cost = tokens.get(request.number, 0) * request.token_cost
+                    cost = tokens.get(request.number, 0) * request.token_cost / request.weight
                     clock.served[request.session] = clock.served_so_far(request.session) + cost
                 clock.advance({request.session for request in ours if tokens.get(request.number, 0) < request.tokens})
 
@@ -184,12 +188,13 @@ def _yielding(candidates: Sequence[QueuedTokens]) -> set[int]:
 def _sort_key(request: QueuedTokens, shares: FairShares) -> tuple[bool, float, int]:
     age = _effective_age(request)
     has_priority = age >= PRIORITY_AFTER_S
-    return not has_priority, -age if has_priority else shares.served(request), request.number
+    behind = shares.served(request) + request.token_cost / request.weight  # where it stands after one more token
+    return not has_priority, -age if has_priority else behind, request.number
 
 
 def _effective_age(request: QueuedTokens) -> float:
     """Seconds that count as the request's waiting time."""
-    return request.waited if request.waited >= OVERDUE_AFTER_S else request.idle
+    return (request.waited if request.waited >= OVERDUE_AFTER_S else request.idle) * request.weight
 
 
 def _training_or_inference(waiting: Sequence[QueuedTokens]) -> list[QueuedTokens]:
@@ -201,15 +206,18 @@ def _training_or_inference(waiting: Sequence[QueuedTokens]) -> list[QueuedTokens
 
 
 def _fill_budget(queue: Sequence[QueuedTokens], budget: int) -> list[TokenSlice]:
-    """Tokens for the requests of a queue, in order: at most `budget` in all and at most an equal part for each peer.
+    """Tokens for the requests of a queue, in order: at most `budget` in all, and for each peer its part by weight.
 
     What peers leave of their parts is distributed again, so that no budget is left while a request waits.
     """
     given = dict.fromkeys((request.number for request in queue), 0)
     unserved = [request for request in queue if request.tokens]
     while budget > 0 and unserved:
-        peers = len({request.peer for request in unserved})
-        left = dict.fromkeys((request.peer for request in unserved), max(1, budget // peers))
+        weights: dict[str, float] = {}
+        for request in unserved:
+            weights[request.peer] = max(request.weight, weights.get(request.peer, 0.0))
+        part = budget / sum(weights.values())
+        left = {peer: max(1, int(part * weight)) for peer, weight in weights.items()}
         for request in unserved:
             tokens = min(request.tokens - given[request.number], left[request.peer], budget)
             given[request.number] += tokens

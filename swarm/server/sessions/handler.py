@@ -38,6 +38,7 @@ from swarm.protocol.framing import Frame
 from swarm.server.compute.compute_request import Bytes
 from swarm.server.compute.engine import Engine
 from swarm.server.sessions.adapter_store import AdapterStore
+from swarm.server.sessions.points_desk import PointsDesk
 from swarm.server.sessions.push_link import PUSHED_REPLY_DELAY_S, DialBudget, PushLink
 from swarm.server.sessions.receipt_issuer import ReceiptIssuer
 from swarm.server.sessions.reply_stream import REFUSED_PAYLOAD_TIMEOUT_S, ReplyStream
@@ -64,6 +65,7 @@ class MessageHandler:
 
     Args:
         observer: is told of messages, refusals and payloads.
+        points: of this server; None for a desk of its own, which forgets.
     """
 
     def __init__(
@@ -77,6 +79,7 @@ class MessageHandler:
         adapters: AdapterStore | None = None,
         observer: ServerObserver | None = None,
         quantization: str = "none",
+        points: PointsDesk | None = None,
     ) -> None:
         self._closing = False
         self._model = model
@@ -95,7 +98,9 @@ class MessageHandler:
         self._stateless = StatelessRequests(model, self._validator, engine, store)
         self._memory = RequestAccount(model, self._limits, store, self._observer)
         self._notices: set[asyncio.Task[None]] = set()
+        self._points = points if points is not None else PointsDesk(network.peer_id)
         sessions.ask_to_leave = self._ask_to_leave
+        sessions.on_closed = self._points.charge
         self._streams: dict[str, set[ReplyStream]] = {}
 
     @property
@@ -266,8 +271,8 @@ class MessageHandler:
                 return None, b""
             case messages.ReplayRequest():
                 return await self._steps.run_replay(state.require_session(), message, payload)
-            case messages.ReceiptRequest():
-                return await self._receipts.issue(state.require_session(), message.step), b""
+            case messages.ReceiptRequest() | messages.SignedTab():
+                return await self._settle(state.require_session(), message), b""
             case messages.OpenSession():
                 return await self._open_session(stream, message, state), b""
             case messages.SetNeighbors():
@@ -303,6 +308,7 @@ class MessageHandler:
             raise ProtocolViolation("a stream carries one session; open another stream")
         span = self._validator.validate_span(message.revision, message.start, message.end)
         adapter = self._stateless.adapters.find(stream.peer_id, span, message.adapters)
+        spender, weight = await self._points.admit(message.points, stream.peer_id)
         terms = SessionTerms(
             session_id=message.session_id,
             peer_id=stream.peer_id,
@@ -312,6 +318,8 @@ class MessageHandler:
             adapters=message.adapters,
             wait_timeout_s=message.wait_timeout_s,
             early_exits=message.early_exits,
+            spender=spender,
+            weight=weight,
         )
         if self._sessions.tokens_reserved(terms) > self._sessions.capacity:
             raise TooLong(
@@ -325,7 +333,14 @@ class MessageHandler:
         except CacheFull:
             self._require_not_closing()  # if the server is leaving, say so instead
             raise
-        return messages.SessionOpened(state.session.next_step)
+        return messages.SessionOpened(state.session.next_step, self._points.newest_tab(spender))
+
+    async def _settle(
+        self, session: Session, message: messages.ReceiptRequest | messages.SignedTab
+    ) -> messages.Message:
+        if isinstance(message, messages.ReceiptRequest):
+            return await self._receipts.issue(session, message.step)
+        return messages.TabKept(await self._points.keep(session, message.tab))
 
     def _set_neighbors(self, session: Session, message: messages.SetNeighbors) -> None:
         """Who may push into the session, and where its outputs go. Raises `UnknownSession` if it is not open.

@@ -14,6 +14,7 @@ from swarm.protocol.messages import Receipt, StepReply, StepRequest
 from swarm.server.compute.compute_request import ComputeResult
 from swarm.server.sessions.push_link import PushLink
 from swarm.server.sessions.reply_stream import ReplyStream
+from swarm.trust.points import Spender
 from swarm.trust.session_record import SessionRecord, Totals
 
 LINK_TIMEOUT_S = 2.0
@@ -48,6 +49,8 @@ class SessionTerms:
         adapters: digests of what the client adds to the blocks; None for nothing.
         wait_timeout_s: how long the client prefers to wait for cache before it is refused.
         early_exits: whether its tokens may leave inside the span, which is approximate.
+        spender: whose points it spends; None for nobody's.
+        weight: how much more it gets than sessions without points.
     """
 
     session_id: bytes
@@ -58,6 +61,8 @@ class SessionTerms:
     adapters: list[bytes] | None = None
     wait_timeout_s: float = 0.0
     early_exits: bool = False
+    spender: Spender | None = None
+    weight: float = 1.0
 
 
 class Session:
@@ -73,6 +78,7 @@ class Session:
         last: the reply to the step before; None if there is none.
         record: what was computed.
         receipt: the newest that was signed, and of what.
+        charged: token-blocks of it that its owner of points was charged with.
         sequences: number of sequences for which cache is reserved.
         attached: number of open connections that use the session.
         client: the newest of them, to which replies to pushed steps go.
@@ -95,6 +101,7 @@ class Session:
         self.last: KeptReply | None = None
         self.record = SessionRecord()
         self.receipt: tuple[Totals, Receipt] | None = None
+        self.charged = 0
         self.sequences = 0
         self.attached = 0
         self.client: ReplyStream | None = None
@@ -110,6 +117,11 @@ class Session:
     def key(self) -> tuple[str, bytes]:
         """What tells it from all other sessions of the server."""
         return self.terms.peer_id, self.terms.session_id
+
+    @property
+    def token_blocks(self) -> int:
+        """What was computed for it, as its receipt says."""
+        return self.record.tokens * self.terms.span.length
 
     @property
     def is_busy(self) -> bool:

@@ -159,6 +159,7 @@ class SessionSteps:
             reply_format,
             exits,
             urgent=not isinstance(message, messages.StepRequest) or session.is_urgent(message),
+            weight=session.terms.weight,
         )
         computing = self._engine.submit(work)
         session.computing = number, computing

@@ -70,6 +70,7 @@ class SessionTable:
 
     Attributes:
         ask_to_leave: tells the client of a session that the session is over, because others need its cache.
+        on_closed: is told of each session that is over.
     """
 
     def __init__(
@@ -86,6 +87,7 @@ class SessionTable:
         self._sizes = sizes
         self._pool = MemoryPool(self.capacity, peer_share)
         self.ask_to_leave: Callable[[Session], None] = lambda session: None
+        self.on_closed: Callable[[Session], None] = lambda session: None
         self._now = now
         self._sessions: dict[tuple[str, bytes], Session] = {}
         self._observer = observer or ServerObserver()
@@ -176,7 +178,9 @@ class SessionTable:
             if more > 0:
                 try:
                     make_room = functools.partial(self._make_room, session, more)
-                    await self._pool.charge_or_wait(session, terms.peer_id, more, terms.wait_timeout_s, make_room)
+                    await self._pool.charge_or_wait(
+                        session, terms.peer_id, more, terms.wait_timeout_s, make_room, terms.weight
+                    )
                 except CacheFull:
                     self.require_open(session)  # it may have been closed meanwhile
                     raise
@@ -240,6 +244,7 @@ class SessionTable:
         session.cache.clear()  # its connection may stay open and keep the session in memory
         session.last = None
         self._pool.release(session)
+        self.on_closed(session)
         self._report()
         return True
 

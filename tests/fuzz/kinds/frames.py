@@ -119,9 +119,12 @@ class _Attack:
         span = self._revision, server.start, server.end
         session_id = self._random.randbytes(16)
         step = messages.StepRequest(0, [0], [tokens], wire, "float32")
+        forged = messages.Signed(self._random.randbytes(choose((0, 80, 2048))), b"ssh-rsa AAAA", b"====")
+        points = choose((None, messages.Points(forged, (forged,) * choose((0, 4)))))
         return choose(
             (
-                (messages.OpenSession(session_id, *span, choose((1, 8, 64)), wire), b""),
+                (messages.OpenSession(session_id, *span, choose((1, 8, 64)), wire, points=points), b""),
+                (messages.SignedTab(forged), b""),
                 (step, payload),
                 (messages.PushRequest(self._peer.peer_id, session_id, step), payload),
                 (messages.ReplayRequest(0, [0], [tokens], wire, "float32", None, True), payload),
@@ -306,6 +309,7 @@ class _Attack:
                 messages.StepReply(0, WireFormat.NONE, "float32", 1.0, bytes(32)),
                 messages.InfoReply(0, 4, 2**48, 0, "9"),
                 messages.Receipt(bytes(2048), b"ssh-rsa", b""),
+                messages.TabKept(messages.Signed(bytes(2048), b"ssh-rsa", b"")),
                 messages.MemberChallenge(bytes(32)),
                 messages.NewerRevocations(),
             )

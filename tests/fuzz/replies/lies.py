@@ -128,6 +128,7 @@ def any_message(chance: random.Random) -> Frame:
             messages.StepReply(min(count, 2**31 - 2), wire, "float32", 1.0, checksum, chance.random() < 0.5),
             messages.ReplayReply(wire, "float32", 1.0, checksum),
             messages.Receipt(chance.randbytes(chance.choice([0, 400, 2048])), b"ssh-rsa AAAA", b"===="),
+            messages.TabKept(None),
             messages.ForwardReply(wire, "float32", 1.0),
             messages.BackwardReply(wire, "float32", 1.0),
             messages.AdaptersStored(600.0),

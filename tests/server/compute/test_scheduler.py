@@ -26,6 +26,7 @@ from swarm.server.compute.scheduler import (
     TokenSlice,
     next_batch,
 )
+from swarm.trust.points import CONTRIBUTOR_WEIGHT
 
 HERE, THERE = Span(0, 4), Span(2, 4)
 SPANS = (HERE, THERE, Span(3, 6), Span(5, 6), Span(6, 8))
@@ -46,6 +47,7 @@ class Request:
     span: Span = HERE
     urgent: bool = True
     cost: float = 1.0
+    weight: float = 1.0
     number: int = -1
     since: float = 0.0
 
@@ -94,6 +96,7 @@ class Schedule:
                 urgent=one.urgent,
                 joins_parts=self.joins_parts and not one.whole,
                 token_cost=one.cost,
+                weight=one.weight,
             )
             for one in self.waiting
         ]
@@ -141,7 +144,9 @@ class Schedule:
 
     def _oldest(self, training: bool) -> Request:
         """The request that decides which blocks are computed."""
-        ages = {one.number: one.waited if one.waited >= OVERDUE_AFTER_S else one.idle for one in self.seen()}
+        ages = {
+            one.number: one.weight * (one.waited if one.waited >= OVERDUE_AFTER_S else one.idle) for one in self.seen()
+        }
         first = [one for one in self.waiting if one.training == training and not self._may_yield(one)]
         return max(first, key=lambda one: (ages[one.number], -one.number))
 
@@ -166,6 +171,7 @@ CUT = st.builds(
     training=st.booleans(),
     span=st.sampled_from(SPANS),
     urgent=st.booleans(),
+    weight=st.sampled_from([1.0, CONTRIBUTOR_WEIGHT]),
 )
 WHOLE = st.builds(
     Request,
@@ -214,7 +220,7 @@ def test_nobody_waits_for_ever_whatever_else_comes(flood, one, budget):
             2 + CROWD + sum(other.tokens for other in schedule.waiting if other.training)
         )
     else:  # each of those before it is served once at most, when all have lost their patience
-        bound = 2 * (len(schedule.waiting) + PRIORITY_AFTER_S / ITERATION + every)
+        bound = 2 * CONTRIBUTOR_WEIGHT * (len(schedule.waiting) + PRIORITY_AFTER_S / ITERATION + every)
     left, iterations = one.tokens, 0
     while one.tokens == left:
         assert iterations <= bound, "it waits for ever"
@@ -228,7 +234,21 @@ def _pour(schedule, flood, number, kept=None):
         schedule.waiting = [one for one in schedule.waiting if one is kept or one.number % 2]
     for kind in flood[number % len(flood)]:
         session, peer = f"{number} {kind.session}", f"{number} {kind.peer}"
-        schedule.add(Request(session, kind.tokens, peer, kind.short, kind.training, kind.whole, kind.span))
+        schedule.add(
+            Request(session, kind.tokens, peer, kind.short, kind.training, kind.whole, kind.span, weight=kind.weight)
+        )
+
+
+@pytest.mark.parametrize(("short", "budget"), [(False, 1), (True, 1), (False, 90), (True, 90)])
+def test_points_buy_several_shares_and_nobody_is_left_out(short, budget):
+    """Where all that can be computed is wanted, a session with points gets eight times what one without gets."""
+    schedule = Schedule(budget, iteration=0.02)
+    for _ in range(300):
+        for session, weight in (("points", CONTRIBUTOR_WEIGHT), ("none", 1.0)):
+            while sum(one.session == session for one in schedule.waiting) < 2:
+                schedule.add(Request(session, budget, short=short, weight=weight))
+        schedule.iterate()
+    assert schedule.served["points"] / schedule.served["none"] == pytest.approx(CONTRIBUTOR_WEIGHT, rel=0.15)
 
 
 @pytest.mark.parametrize(("short", "budget"), [(False, 1), (True, 1), (True, 64)])
