@@ -26,7 +26,7 @@ import random
 import time
 from dataclasses import dataclass, replace
 
-from swarm.client.audits.auditor import MAX_WITNESSES
+from swarm.client.audits.auditor import MAX_WITNESSES, is_witness
 from swarm.data_structures import Hop, ServerInfo, ServerState, Span
 from swarm.errors import MissingBlocks
 from swarm.routing.cost_model import RouteRequirements, route_seconds
@@ -135,7 +135,6 @@ class World:
         self.swarm = swarm
         self.chance = random.Random(seed)
         self.now = 0.0
-        self.shows = False
         self.minutes = [Minute() for _ in range(int(swarm.seconds // 60) + 1)]
         liars = set(self.chance.sample(range(swarm.servers), int(swarm.servers * swarm.liars)))
         self.machines = [Machine(number, number in liars, self._info(number)) for number in range(swarm.servers)]
@@ -229,19 +228,15 @@ class World:
     def _audit(self, client: int, hop: Hop, wrong: int, minute: Minute) -> None:
         """What `Auditor.audit` does: ask others until two agree."""
         router, audited = self.clients[client], hop.server.peer_id
-        witnesses = [
-            one.info
-            for one in self.machines
-            if one.info.peer_id != audited and one.info.span.start <= hop.span.start < hop.span.end <= one.info.span.end
-        ]
-        witnesses = router.suspicions.witnesses(witnesses, self.chance, self.now)
+        able = [one.info for one in self.machines if is_witness(one.info, hop)]
+        witnesses = router.suspicions.witnesses(able, self.chance, self.now)
         # Whether fewer bits show depends on the text; honest machines hardly differ, so it shows to all or to none.
-        self.shows = self.chance.random() < CHEAP_FOUND
+        shows = self.chance.random() < CHEAP_FOUND
         results = {audited: self._answer(audited, client, wrong)}
         for witness in [one.peer_id for one in witnesses[:MAX_WITNESSES]]:
             results[witness] = self._answer(witness, client, None)
             minute.audited += TOKENS * hop.span.length
-            verdict = majority(list(results), lambda one, other: self._difference(results[one], results[other]))
+            verdict = majority(list(results), lambda one, other: self._difference(results[one], results[other], shows))
             if verdict is not None:
                 for peer, (agreement, _) in verdict.items():
                     router.suspicions.record(peer, agreement, self.now)
@@ -265,11 +260,11 @@ class World:
                 return "right"
         return "agreed" if kind == "colluding" else f"wrong {peer}"
 
-    def _difference(self, one: str, other: str) -> Difference:
+    def _difference(self, one: str, other: str, shows: bool) -> Difference:
         if one == other:
             return SYSTEMATIC if self.chance.random() < FALSE_ALARMS and one == "right" else SAME
         if {one, other} == {"right", "cheap"}:
-            return SYSTEMATIC if self.shows else SAME
+            return SYSTEMATIC if shows else SAME
         return WRONG
 
     def _result(self) -> Result:

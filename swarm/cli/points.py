@@ -30,7 +30,7 @@ def main(identity: Path, new: bool) -> None:
     peer_id, owners = load_or_create(identity).peer_id, read_owners(points_path(identity))
     console.print_line(f"Owner: {peer_id}")
     if not owners:
-        console.print_line("No points yet: its server has served nobody who signed for it.")
+        console.print_line("No points yet: nobody has signed for anything that this key's server computed.")
         return
     line = "{:<55}{:>14}{:>14}{:>14}".format
     console.print_line(line("token-blocks", "served", "signed for", "points"))

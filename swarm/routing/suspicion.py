@@ -53,8 +53,7 @@ HALF_LIFE_S = 86400.0
 
 PENALTY_S = 1.0
 """Seconds that a route costs more with a server that is certainly dishonest, so a tenth of that with one of which
-nothing is known. With half as much, liars that come back under new names get work again and again: see
-docs/simulation.md."""
+nothing is known."""
 
 
 class Agreement(enum.Enum):

@@ -28,14 +28,15 @@ import msgspec
 from swarm.errors import PointsFileError, ProtocolViolation
 from swarm.protocol.messages import Points, Signed
 from swarm.protocol.messages.peers import PeerId
-from swarm.transport.identity import PublicKey, Signature
+from swarm.transport.identity import Signature
+from swarm.trust.receipts import read_signed
 
 CONTRIBUTOR_WEIGHT = 8.0
 """How much more of a busy server a session with points gets than one without."""
 
 REPAID = 2
-"""Points for each token-block that was given. Of two owners who serve each other equally, one is always ahead; so with
-less than this, half of them would have no points at any time."""
+"""Points for each token-block that was given. Of two owners who serve each other equally, one has always given more; if
+service was repaid once, the other would have no points meanwhile."""
 
 EXPOSURE = 1 << 20
 """Token-blocks that a server takes on trust: that an owner may have had without signing a tab for them, before its
@@ -86,13 +87,10 @@ def sign_claim(claim: Tab | Grant, sign: Callable[[bytes], Signature]) -> Signed
 
 def read_claim(signed: Signed, kind: type[Claim]) -> Claim:
     """The claim that its owner has signed. Raises `ProtocolViolation` if it is none, or somebody else has signed it."""
-    try:
-        claim = msgspec.msgpack.decode(signed.statement, type=kind)
-        key = PublicKey.parse(signed.public_key)
-    except (msgspec.MsgspecError, UnicodeDecodeError, ValueError) as error:
-        raise ProtocolViolation(f"not a signed {kind.__name__.lower()}: {error}") from None
-    if key.peer_id != claim.owner or not key.is_signed(signed.statement, signed.signature):
-        raise ProtocolViolation(f"the {kind.__name__.lower()} of {claim.owner} is not signed by it")
+    name = kind.__name__.lower()
+    claim, signer = read_signed(signed, kind, name)
+    if signer != claim.owner:
+        raise ProtocolViolation(f"the {name} names {claim.owner}, and is signed by {signer}")
     return claim
 
 
@@ -193,7 +191,7 @@ class Ledger:
         own = spender.tabs.get(self._server, 0)
         if spender.owner == self._server:
             return EXPOSURE
-        if (known := self._account(spender.owner, own)) is None:
+        if (known := self._open(spender.owner, own)) is None:
             return 0
         known.given = max(known.given, own)
         known.note_unsigned(0.0, now)
@@ -203,7 +201,7 @@ class Ledger:
 
     def charge(self, spender: Spender, amount: int, now: float) -> None:
         """A client was served. It spends what its owner has, and then what others vouch for; the rest was free."""
-        if spender.owner == self._server or (known := self._account(spender.owner, amount)) is None:
+        if spender.owner == self._server or (known := self._open(spender.owner, amount)) is None:
             return
         known.note_unsigned(amount, now)
         known.served += amount
@@ -224,7 +222,7 @@ class Ledger:
         """
         if tab.holder != self._server or tab.owner == self._server:
             raise ProtocolViolation(f"a tab of {tab.owner} for {tab.holder} is of no use to {self._server}")
-        if (known := self._account(tab.owner, 0)) is None:
+        if (known := self._open(tab.owner, 0)) is None:
             return None
         if tab.total > known.signed:
             known.note_unsigned(known.signed - tab.total, now)
@@ -236,14 +234,15 @@ class Ledger:
         if other == self._server or (len(known.through) >= MAX_VOUCHERS and other not in known.through):
             return 0
         trusted = EXPOSURE if other in self._vouchers else 0
-        voucher = self._account(other, trusted) if trusted else self.owners.get(other)
+        voucher = self._open(other, trusted) if trusted else self.owners.get(other)
         if voucher is None:
             return 0
         word = max(0, trusted + REPAID * voucher.given - voucher.spent - voucher.vouched)
         return max(0, min(total - known.through.get(other, 0), word))
 
-    def _account(self, peer: str, amount: int) -> Owner | None:
-        """An owner's account. If there is no room for it, the smallest is forgotten, if `amount` is more than that."""
+    def _open(self, peer: str, amount: int) -> Owner | None:
+        """An owner's account, which is opened if there is none. If there is no room, the smallest one is forgotten if
+        `amount` is larger; otherwise None."""
         known = self.owners.get(peer)
         if known is None:
             if len(self.owners) >= MAX_OWNERS:

@@ -19,13 +19,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import msgspec
 
 from swarm.data_structures import ServerInfo, Span, WireFormat
 from swarm.errors import ProtocolViolation, ReceiptFileError
-from swarm.protocol.messages import MAX_SIGNATURE_BYTES, MAX_STATEMENT_BYTES, Receipt
+from swarm.protocol.messages import MAX_SIGNATURE_BYTES, MAX_STATEMENT_BYTES, Receipt, Signed
 from swarm.protocol.messages.fields import Checksum, Count, Name, SessionId
 from swarm.transport.identity import PublicKey, Signature
 from swarm.trust.session_record import Totals
@@ -35,6 +35,8 @@ _PREFIX = b"swarm receipt 1\x00"
 
 MAX_FILE_BYTES = 4 << 20
 FILE_FORMAT = 1
+
+T = TypeVar("T")
 
 _Total = Annotated[int, msgspec.Meta(ge=0, le=2**48)]
 
@@ -148,20 +150,30 @@ def sign_statement(statement: Statement, sign: Callable[[bytes], Signature]) -> 
     return Receipt(encoded, *sign(_PREFIX + encoded))
 
 
-_decode_statement = msgspec.msgpack.Decoder(Statement).decode
+def read_signed(signed: Receipt | Signed, kind: type[T], what: str, prefix: bytes = b"") -> tuple[T, str]:
+    """What somebody has signed, and the signer's peer id.
+
+    Raises `ProtocolViolation` if it is no `kind`, or the signature is wrong.
+
+    Args:
+        what: its name, for errors.
+        prefix: what was signed in front of it.
+    """
+    try:
+        statement = msgspec.msgpack.decode(signed.statement, type=kind)
+        key = PublicKey.parse(signed.public_key)
+    except (msgspec.MsgspecError, UnicodeDecodeError, ValueError) as error:
+        raise ProtocolViolation(f"not a {what}: {error}") from None
+    if not key.is_signed(prefix + signed.statement, signed.signature):
+        raise ProtocolViolation(f"the signature of the {what} is wrong")
+    return statement, key.peer_id
 
 
 def read_receipt(receipt: Receipt) -> Statement:
     """What a receipt says. Raises `ProtocolViolation` if the server that it names has not signed it."""
-    try:
-        statement = _decode_statement(receipt.statement)
-        key = PublicKey.parse(receipt.public_key)
-    except (msgspec.MsgspecError, UnicodeDecodeError, ValueError) as error:
-        raise ProtocolViolation(f"not a receipt: {error}") from None
-    if key.peer_id != statement.server:
-        raise ProtocolViolation(f"the receipt names {statement.server}, and is signed by {key.peer_id}")
-    if not key.is_signed(_PREFIX + receipt.statement, receipt.signature):
-        raise ProtocolViolation(f"the signature of the receipt of {statement.server} is wrong")
+    statement, signer = read_signed(receipt, Statement, "receipt", _PREFIX)
+    if signer != statement.server:
+        raise ProtocolViolation(f"the receipt names {statement.server}, and is signed by {signer}")
     if statement.blocks.end <= statement.blocks.start:
         raise ProtocolViolation("the receipt is of no blocks")
     return statement

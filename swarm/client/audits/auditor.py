@@ -115,7 +115,7 @@ class Auditor:
     async def audit(self, sample: WorkSample) -> None:
         """Find out whether a sample is right, and note what follows from that."""
         results = {sample.hop.server.peer_id: await asyncio.to_thread(_claimed, sample)}
-        able = [one for one in self._servers() if _is_witness(one, sample.hop)]
+        able = [one for one in self._servers() if is_witness(one, sample.hop)]
         for witness in self._suspicions.witnesses(able, self._chance, self._now()):
             if len(results) > MAX_WITNESSES:
                 break
@@ -173,7 +173,7 @@ def _majority(results: dict[str, torch.Tensor], sample: WorkSample) -> Verdict |
     )
 
 
-def _is_witness(server: ServerInfo, hop: Hop) -> bool:
+def is_witness(server: ServerInfo, hop: Hop) -> bool:
     """Whether a server holds the blocks of a hop, and announces the same weights and precision."""
     if server.peer_id == hop.server.peer_id:
         return False

@@ -13,7 +13,7 @@ from pathlib import Path
 from swarm.errors import IdentityError, PointsFileError, ProtocolViolation
 from swarm.protocol.messages import MAX_SHOWN_TABS, Points, Signed
 from swarm.transport.identity import load_or_create
-from swarm.trust.points import GRANT_S, Grant, Tab, points_path, read_claim, read_owners, sign_claim
+from swarm.trust.points import GRANT_S, Grant, Owner, Tab, points_path, read_claim, read_owners, sign_claim
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ class Wallet:
         self._owner = load_or_create(identity)
         self._now = now
         self._path = points_path(identity)
-        self._earned = read_owners(self._path)
+        self._note_earned(read_owners(self._path))
         self._read_at = now()
         self._granted: tuple[float, Signed] | None = None
         self._totals: dict[str, int] = {}
@@ -59,16 +59,18 @@ class Wallet:
         if now - self._read_at >= REREAD_S:
             self._read_at = now
             try:
-                self._earned = await asyncio.to_thread(read_owners, self._path)
+                self._note_earned(await asyncio.to_thread(read_owners, self._path))
             except PointsFileError as error:
                 logger.warning("%s", error)
 
-        def importance(peer: str) -> tuple[bool, int]:
-            return peer == server, self._earned[peer].acknowledged  # anybody can sign for more than it has had
+        shown = dict.fromkeys((server, *self._most)) if server in self._earned else self._most
+        return Points(self._granted[1], tuple(self._earned[peer] for peer in (*shown,)[:MAX_SHOWN_TABS]))
 
-        signed = [peer for peer, known in self._earned.items() if known.tab is not None]
-        shown = heapq.nlargest(MAX_SHOWN_TABS, signed, key=importance)
-        return Points(self._granted[1], tuple(tab for peer in shown if (tab := self._earned[peer].tab) is not None))
+    def _note_earned(self, owners: dict[str, Owner]) -> None:
+        """Whose tabs there are now, and who had most."""
+        self._earned = {peer: known.tab for peer, known in owners.items() if known.tab is not None}
+        # Not by what they signed: anybody can sign for more than it has had.
+        self._most = heapq.nlargest(MAX_SHOWN_TABS, self._earned, key=lambda peer: owners[peer].acknowledged)
 
     def note_tab(self, server: str, newest: Signed | None) -> None:
         """The newest tab that a server has of the owner. Raises `ProtocolViolation` if it is not one."""
@@ -94,7 +96,7 @@ class Wallet:
                 signed = await asyncio.to_thread(sign_claim, tab, self._owner.sign)
                 newest = await send(signed)
                 if newest is None:
-                    return  # it has no room for tabs
+                    return  # it keeps none
                 self.note_tab(server, newest)
                 if newest == signed:
                     return

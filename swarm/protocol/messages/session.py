@@ -270,8 +270,8 @@ class SignedTab(Message, frozen=True):
 
 
 class TabKept(Message, frozen=True):
-    """The newest tab that the server has of that owner. It is another one if that has signed a larger total elsewhere;
-    None if the server keeps none of it, for want of room."""
+    """The newest tab that the server has from that owner: another one if the owner has signed a larger total meanwhile,
+    None if the server keeps none."""
 
     tab: Signed | None
 

@@ -42,7 +42,7 @@ def ledger(server: Server) -> Ledger:
 @with_server()
 async def test_points_are_spent_and_signed_for(server, owner):
     """The session of an owner that is worth something counts more; it is charged as it goes, and when it ends."""
-    known = ledger(server)._account(owner.peer_id, 1)
+    known = ledger(server)._open(owner.peer_id, 1)
     assert known is not None
     known.given = 8 // REPAID
     client = await server.client(BUYER)
