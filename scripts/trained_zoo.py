@@ -19,7 +19,7 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from scripts.train_demo_model import learning_rate
-from tests.zoo import TABLE
+from tests.zoo import HYBRIDS, TABLE
 
 FAMILIES = (
     *("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi", "phi3", "gpt2", "gpt_neox"),
@@ -29,9 +29,9 @@ FAMILIES = (
 )
 """The most popular families come first, for a run without time for all of them."""
 
-CONTEXT, ROWS = 128, 8
+HIDDEN, CONTEXT, ROWS = 128, 128, 8
 WIDER = {
-    "hidden_size": 128,
+    "hidden_size": HIDDEN,
     "intermediate_size": 256,
     "ffn_dim": 512,
     "moe_intermediate_size": 64,
@@ -52,40 +52,47 @@ WIDER = {
     "max_seq_len": 256,
 }
 LEARNING_RATE = 2e-3
+WIDE_LEARNING_RATE = 5e-4
 
 
-def config_of(family: str, vocabulary: int) -> PreTrainedConfig:
-    """Six blocks, hidden size 128."""
-    narrow = TABLE[family]
-    wider = {name: value for name, value in WIDER.items() if name in narrow}
+def config_of(family: str, vocabulary: int, hidden: int = HIDDEN) -> PreTrainedConfig:
+    """Six blocks, or four if it is wider than usual; for families with plain attention then."""
+    narrow, wider = {**TABLE, **HYBRIDS}[family], WIDER
+    if hidden != HIDDEN:
+        size = {"hidden_size": hidden, "intermediate_size": hidden * 11 // 4, "head_dim": 64}
+        wider = {**WIDER, **size, "num_attention_heads": hidden // 64, "num_hidden_layers": 4}
+    wider = {name: value for name, value in wider.items() if name in narrow}
     return AutoConfig.for_model(family, **{**narrow, **wider, "vocab_size": vocabulary})
 
 
-def trained(family: str, folder: Path, texts: Sequence[Tensor], vocabulary: int, steps: int, seed: int) -> Path:
-    """The folder of the trained model, `folder`/`family`.
+def trained(
+    family: str, folder: Path, texts: Sequence[Tensor], vocabulary: int, steps: int, seed: int, hidden: int = HIDDEN
+) -> Path:
+    """The folder of the trained model, `folder`/`family`, or `folder`/`family`-1024 for one of hidden size 1024.
 
     Args:
         texts: token ids to train on, one tensor a text.
+        steps: 0 leaves the weights as they are drawn.
     """
-    done = folder / family
+    done = folder / (f"{family}-{hidden}" if hidden != HIDDEN else family)
     if not done.exists():
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(config_of(family, vocabulary), dtype=torch.float32)
-        _train(model, texts, steps, seed)
-        half = folder / f"{family}.tmp"
+        model = AutoModelForCausalLM.from_config(config_of(family, vocabulary, hidden), dtype=torch.float32)
+        _train(model, texts, steps, seed, LEARNING_RATE if hidden == HIDDEN else WIDE_LEARNING_RATE)
+        half = folder / f"{done.name}.tmp"
         shutil.rmtree(half, ignore_errors=True)
         model.save_pretrained(half)
         os.replace(half, done)
     return done
 
 
-def _train(model: Any, texts: Sequence[Tensor], steps: int, seed: int) -> None:
+def _train(model: Any, texts: Sequence[Tensor], steps: int, seed: int, rate: float) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.1, fused=True)
     draw = random.Random(seed)
     model.train()
     for step in range(steps):
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate(step, step / steps, LEARNING_RATE)
+            group["lr"] = learning_rate(step, step / steps, rate)
         batch = _batch(texts, draw)
         logits = model(input_ids=batch[:, :-1], use_cache=False).logits
         torch.autograd.backward(cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten()))

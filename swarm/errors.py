@@ -113,6 +113,10 @@ class ReceiptFileError(UsageError):
     """A file of receipts cannot be read."""
 
 
+class OpinionFileError(UsageError):
+    """A file of opinions on servers cannot be read."""
+
+
 class PointsFileError(UsageError):
     """A file of points cannot be read."""
 

@@ -196,8 +196,9 @@ class TestSwarm:
         return server
 
     def client(self, **options: Any) -> Any:
-        """A new client's model; what travels is exact unless said otherwise, so that texts can be compared."""
-        options = {"wire": "none", **options}
+        """A new client's model; unless said otherwise, what travels is exact, so that texts can be compared, and no
+        audits disturb what a test counts."""
+        options = {"wire": "none", "audit": 0.0, **options}
         if self.membership is not None:
             options.setdefault("membership", self.membership.to_line())
         return AutoDistributedModelForCausalLM.from_pretrained(

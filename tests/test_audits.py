@@ -1,6 +1,6 @@
 """Servers that compute something else than they announce, over real processes: audits find them, and never the honest.
 
-Every block is held by two honest servers in bfloat16. The fraud looks quicker than both, so that it gets all the work.
+Every block is held by two honest servers in float16. The fraud looks quicker than both, so that it gets all the work.
 """
 
 from __future__ import annotations
@@ -14,21 +14,24 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
+from swarm.cli.__main__ import main
 from swarm.client.routes.events import Audited
 from swarm.data_structures import WireFormat
 from swarm.models.checkpoints.checkpoint import DEMO_FOLDER
 from swarm.protocol import messages
 from swarm.protocol.compression import decode_tensor, encode_tensor
 from swarm.routing.suspicion import STRANGER
+from swarm.trust.opinion_file import read_opinions
 from tests.bad_peers import start_bad_server, start_fraud
 from tests.disturbances import demo_prompt, greedy
 from tests.swarms import ServerProcess, TestSwarm, run_client, run_swarm
 from tests.waiting import wait_until
 
 SPANS = ("0:6", "0:6", "6:12", "6:12")
-BFLOAT16 = {"dtype": "bfloat16"}
+FLOAT16 = {"dtype": "float16"}
 NEW = 50
 MOST_SESSIONS = 3
 """Sessions after which a fraud has to be found whose every session is audited."""
@@ -41,7 +44,7 @@ def prompt() -> torch.Tensor:
 
 @pytest.fixture(scope="module")
 def swarm() -> Iterator[TestSwarm]:
-    with run_swarm(DEMO_FOLDER, SPANS, throughput=40.0, **BFLOAT16) as swarm:
+    with run_swarm(DEMO_FOLDER, SPANS, throughput=40.0, **FLOAT16) as swarm:
         yield swarm
 
 
@@ -55,8 +58,8 @@ def only_in_decode(message: messages.Message) -> bool:
 
 def a_little_larger(message: Any, payload: Any) -> Any:
     """Finite numbers that look right."""
-    hidden = decode_tensor(payload, 1, len(payload) // 2, WireFormat.NONE, "bfloat16", torch.device("cpu"))
-    return message, encode_tensor(hidden * np.float32(1.2), WireFormat.NONE)
+    hidden = decode_tensor(payload, 1, len(payload) // 2, WireFormat.NONE, "float16", torch.device("cpu"))
+    return message, encode_tensor(hidden * np.float32(1.6), WireFormat.NONE)
 
 
 def changed_copy(folder: Path) -> Path:
@@ -79,12 +82,12 @@ def digests(swarm: TestSwarm, blocks: str) -> tuple[str, ...]:
 
 
 FRAUDS: dict[str, Callable[[TestSwarm, Path], ServerProcess]] = {
-    "one of fifty steps": lambda swarm, _: start_bad_server(swarm, "6:12", a_little_larger, one_of_fifty, **BFLOAT16),
-    "only in decode": lambda swarm, _: start_bad_server(swarm, "0:6", a_little_larger, only_in_decode, **BFLOAT16),
-    "4 bits": lambda swarm, _: start_fraud(swarm, "6:12", {"quantization": "none"}, quant="nf4", **BFLOAT16),
-    "8 bits": lambda swarm, _: start_fraud(swarm, "0:6", {"quantization": "none"}, quant="int8", **BFLOAT16),
+    "one of fifty steps": lambda swarm, _: start_bad_server(swarm, "6:12", a_little_larger, one_of_fifty, **FLOAT16),
+    "only in decode": lambda swarm, _: start_bad_server(swarm, "0:6", a_little_larger, only_in_decode, **FLOAT16),
+    "4 bits": lambda swarm, _: start_fraud(swarm, "6:12", {"quantization": "none"}, quant="nf4", **FLOAT16),
+    "8 bits": lambda swarm, _: start_fraud(swarm, "0:6", {"quantization": "none"}, quant="int8", **FLOAT16),
     "other weights": lambda swarm, folder: start_fraud(
-        swarm, "6:12", {"digests": digests(swarm, "6:12")}, model=changed_copy(folder), **BFLOAT16
+        swarm, "6:12", {"digests": digests(swarm, "6:12")}, model=changed_copy(folder), **FLOAT16
     ),
 }
 
@@ -113,9 +116,36 @@ def test_frauds_are_found(swarm, prompt, kind, tmp_path):
     assert all(event.agreed for event in found if event.peer_id != fraud.peer_id)
 
 
+def test_what_was_learned_is_known_to_the_next_client(swarm, prompt, tmp_path):
+    """A client that ends right after its only session finishes its audits. `swarm status` shows what they said."""
+    fraud, path = FRAUDS["4 bits"](swarm, tmp_path), tmp_path / "opinions.json"
+    try:
+        with run_client(swarm, audit=0.01, opinions=path) as model:
+            with model.inference_session(max_length=128) as session:
+                greedy(model, prompt, NEW)
+                assert fraud.peer_id in {hop.server.peer_id for hop in session.route.hops}
+        known = read_opinions(path)
+        assert known[fraud.peer_id].differed == 1
+        assert all(one.agreed and not one.differed for peer, one in known.items() if peer != fraud.peer_id)
+        with run_client(swarm, audit=0.01, opinions=path) as model, model.inference_session(max_length=128) as session:
+            greedy(model, prompt, 5)
+            assert fraud.peer_id not in {hop.server.peer_id for hop in session.route.hops}
+        shown = CliRunner().invoke(main, ["status", "--opinions", str(path), "--initial-peers", swarm.address])
+        assert "0 of 1 agree" in shown.output
+        assert "1 of 1 agree" in shown.output
+    finally:
+        fraud.kill()
+
+
 def test_honest_servers_are_not_suspected(swarm, prompt):
     """Long texts, many rows, beams and a rollback: what they did differently is within rounding."""
     found: list[Audited] = []
+    with run_client(swarm, audit=1.0, wire="blockwise8") as model:
+        model.swarm.add_listener(lambda event: found.append(event) if isinstance(event, Audited) else None)
+        with model.inference_session(max_length=300):
+            greedy(model, prompt, 40)
+        wait_until(model.swarm._auditor._task.done)
+    assert len(found) >= 4, "inputs are not the same when they are packed once more"
     with run_client(swarm, audit=1.0) as model:
         model.swarm.add_listener(lambda event: found.append(event) if isinstance(event, Audited) else None)
         with model.inference_session(max_length=300) as session:
@@ -133,6 +163,6 @@ def test_honest_servers_are_not_suspected(swarm, prompt):
             greedy(model, prompt.repeat(1, 20), 5)
         wait_until(model.swarm._auditor._task.done)
         odds = [model.swarm._planner.router.suspicions.of(one.peer_id, time.monotonic()).log_odds for one in found]
-    assert len(found) >= 12
+    assert len(found) >= 16
     assert all(event.agreed for event in found)
     assert all(one < STRANGER for one in odds)

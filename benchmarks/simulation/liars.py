@@ -13,7 +13,7 @@ A tenth of the servers lies, in one of these ways:
     sometimes   one step of fifty is wrong
     picky       everything, but only for half of the clients
     late        everything, after half an hour of honest work
-    cheap       8 bits instead of 16: not within tolerance in a quarter of the audits, as over a wire of 8 bits
+    cheap       8 bits instead of 16: a tenth of the audits does not show it
     colluding   everything, and as witnesses all liars give the same wrong results
     framing     nothing; as witnesses all liars give the same wrong results
     whitewash   everything, and a server that most clients have left comes back as another one
@@ -43,13 +43,14 @@ ANNOUNCED_EVERY_S = 30.0
 """How often queues change, as servers announce them."""
 
 LATE_AFTER_S = 1800.0
-FALSE_ALARMS = 1 / 3456
-"""Share of the audits that two honest servers fail: no more than this was measured."""
+FALSE_ALARMS = 1 / 10_000
+"""Share of the audits that two honest servers fail: less than this was measured."""
 
-CHEAP_FOUND = 0.25
+CHEAP_FOUND = 0.9
+"""Share of the audits that show 8 bits. In models of hidden size 1024 and 2048 all do, in small ones fewer."""
 
 SAME = Difference(TOKENS, 0.3, 1.0, 3.0)
-SYSTEMATIC = Difference(TOKENS, 1.6, 4.0, 8.0)
+SYSTEMATIC = Difference(TOKENS, 1.6, 9.0, 8.0)
 WRONG = Difference(TOKENS, 100.0, 10.0, 300.0)
 
 

@@ -6,6 +6,7 @@ import asyncio
 import os
 import shutil
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
@@ -25,11 +26,17 @@ CLEAR_SCREEN = "\x1b[H\x1b[2J\x1b[3J"
 @click.argument("models", metavar="[MODEL]...", nargs=-1)
 @console.initial_peers_option
 @console.membership_option
+@console.opinions_option(console.SHOWN_OPINIONS)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, the same as the monitor's /api/v1/swarm.")
 @click.option("--watch", "repeat", is_flag=True, help=f"Refresh every {PERIOD_S:.0f} s, until Ctrl-C.")
 @console.errors_to_exit_codes
 def main(
-    models: tuple[str, ...], initial_peers: tuple[str, ...], membership: str | None, as_json: bool, repeat: bool
+    models: tuple[str, ...],
+    initial_peers: tuple[str, ...],
+    membership: str | None,
+    opinions: Path | None,
+    as_json: bool,
+    repeat: bool,
 ) -> None:
     """Show a swarm: its models, which servers hold which blocks, their throughput, and what is missing.
 
@@ -52,16 +59,18 @@ def main(
 
     quiet_hivemind()
     source = DhtSource(peers, models, read_invite(membership))
-    complete = uvloop.run(_show(source, peers, as_json, repeat))
+    complete = uvloop.run(_show(source, peers, opinions, as_json, repeat))
     sys.exit(0 if complete else 1)
 
 
-async def _show(source: DhtSource, peers: tuple[str, ...], as_json: bool, repeat: bool) -> bool:
+async def _show(source: DhtSource, peers: tuple[str, ...], opinions: Path | None, as_json: bool, repeat: bool) -> bool:
     from swarm.monitor.swarm_poller import poll_once
+    from swarm.trust.opinion_file import read_opinions
 
     try:
         while True:
-            view = await poll_once(source, peers, PERIOD_S)
+            known = read_opinions(opinions) if opinions is not None else {}
+            view = await poll_once(source, peers, PERIOD_S, known)
             _print(view, as_json, clear=repeat and _on_terminal())
             if not repeat:
                 return view.complete

@@ -12,6 +12,9 @@ from swarm.errors import InvalidOption
 from swarm.membership.invite import Invite
 from swarm.models.weights.quantization import QUANTIZATION_FORMS
 
+DEFAULT_AUDIT = 0.01
+"""Share of the work that is computed again, if nobody says anything else."""
+
 
 @dataclass(frozen=True)
 class NetworkOptions:
@@ -32,6 +35,7 @@ class NetworkOptions:
             are another question: the weights that a server announces are the ones with which it computes exactly.
         audit: share of the servers' work that is computed again by others to find out whether it was right, 0 to 1. New
             and suspected servers are audited more often; 0 for none (docs/trust.md).
+        opinions: file that keeps what audits say of servers, also for `swarm status --opinions`; None to forget it.
         points: file of the key whose points sessions spend: that of your own server, so that being served goes with
             serving (docs/trust.md). None to spend none.
         digests: file of `swarm digest` with the digests that the blocks' weights must have; None for those of the
@@ -45,7 +49,8 @@ class NetworkOptions:
     push: bool = True
     quant: str | Collection[str] | None = None
     exact: bool = True
-    audit: float = 0.0
+    audit: float = DEFAULT_AUDIT
+    opinions: str | Path | None = None
     points: str | Path | None = None
     digests: str | Path | None = None
 

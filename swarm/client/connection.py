@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import time
 import weakref
 from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
@@ -26,11 +28,16 @@ from swarm.data_structures import ServerInfo, Span
 from swarm.dht.validation import AnnouncementValidator
 from swarm.protocol.messages import Receipt
 from swarm.routing.batch_split import BatchShare
+from swarm.routing.suspicion import Opinion
 from swarm.transport.p2p import P2PConfig, Peer
+from swarm.trust.opinion_file import OpinionFile
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+RELEASE_TIMEOUT_S = 2.0
+"""Seconds that a client which ends waits for servers to free its sessions."""
 
 
 class SwarmConnection:
@@ -65,13 +72,16 @@ class SwarmConnection:
 
         async def connect() -> tuple[Peer, RoutePlanner, HopRequester, Auditor, Wallet | None]:
             wallet = Wallet(Path(network.points)) if network.points is not None else None
+            file = OpinionFile(Path(network.opinions)) if network.opinions is not None else None
             joining = P2PConfig(initial_peers=config.initial_peers, membership=config.membership)
             peer = await Peer.create(joining, AnnouncementValidator())
             emit = broadcast(self._listeners)
             planner = RoutePlanner(peer, config, model, emit)
-            auditor = Auditor(lambda: planner.servers, planner.router.suspicions, network.audit, emit)
+            suspicions = planner.router.suspicions
+            auditor = Auditor(lambda: planner.servers, suspicions, network.audit, file, emit)
             return peer, planner, HopRequester(peer, self._options), auditor, wallet
 
+        self._releases = _Releases()
         self._network_thread = NetworkThread()
         try:
             self._peer, self._planner, self._requester, self._auditor, self._wallet = self.run(connect())
@@ -80,7 +90,14 @@ class SwarmConnection:
             raise
         # A finalizer, so that the daemon and its sockets are closed at interpreter exit as well.
         self.close: Callable[[], object] = weakref.finalize(
-            self, _shutdown, self._network_thread, self._planner, self._requester, self._auditor, self._peer
+            self,
+            _shutdown,
+            self._network_thread,
+            self._planner,
+            self._requester,
+            self._auditor,
+            self._peer,
+            self._releases,
         )
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
@@ -89,7 +106,7 @@ class SwarmConnection:
 
     def release(self, chain: Chain) -> None:
         """Close a chain without waiting for that. It raises nothing."""
-        self._network_thread.start(chain.close())
+        self._network_thread.start(self._releases.add(chain))
 
     @property
     def is_usable(self) -> bool:
@@ -148,6 +165,15 @@ class SwarmConnection:
         self.run(self._planner.refresh())
         return self._planner.servers
 
+    def opinions(self) -> dict[str, Opinion]:
+        """What this client believes of servers, from its audits: peer id -> opinion (docs/trust.md)."""
+
+        async def read() -> dict[str, Opinion]:
+            now = time.monotonic()
+            return {peer: one.at(now) for peer, one in self._planner.router.suspicions.beliefs.servers.items()}
+
+        return self.run(read())
+
     def boundaries(self) -> tuple[int, ...]:
         """Blocks at which servers begin or end now, ascending: where routes may be cut."""
         edges = {edge for server in self.servers() for edge in (server.span.start, server.span.end)}
@@ -176,10 +202,34 @@ class SwarmConnection:
         return self.run(MissingBlocksWait(self._planner).retry(lambda: self._planner.split(span, token_counts)))
 
 
+class _Releases:
+    """Chains that are being closed, so that a client which ends signs for them and has them audited."""
+
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def add(self, chain: Chain) -> None:
+        task = asyncio.create_task(chain.close())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        await asyncio.wait([task])
+
+    async def finish(self) -> None:
+        """Wait until they are closed, but not for servers that do not answer."""
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=RELEASE_TIMEOUT_S)
+
+
 def _shutdown(
-    network_thread: NetworkThread, planner: RoutePlanner, requester: HopRequester, auditor: Auditor, peer: Peer
+    network_thread: NetworkThread,
+    planner: RoutePlanner,
+    requester: HopRequester,
+    auditor: Auditor,
+    peer: Peer,
+    releases: _Releases,
 ) -> None:
     async def disconnect() -> None:
+        await releases.finish()
         await auditor.close()
         requester.close()
         await planner.close()

@@ -80,6 +80,29 @@ def digests_option(function: F) -> F:
     )(function)
 
 
+def audit_options(function: F) -> F:
+    """Add `--audit SHARE` and `--opinions FILE`, for every command that has servers compute."""
+    audit = click.option(
+        "--audit",
+        default="1%",
+        show_default=True,
+        metavar="SHARE",
+        help="Share of the servers' work that others compute again to find out whether it was right; 0 for none "
+        "(docs/trust.md).",
+    )
+    return audit(
+        opinions_option("Keep what audits say of servers in this file; several clients may share it.")(function)
+    )
+
+
+SHOWN_OPINIONS = "Show what the audits of a client have said: the file that it was given as --opinions."
+
+
+def opinions_option(text: str) -> Callable[[F], F]:
+    """Add `--opinions FILE`: what audits have said of servers."""
+    return click.option("--opinions", type=click.Path(dir_okay=False, path_type=Path), help=text)
+
+
 def weights_from_option(function: F) -> F:
     """Add `--weights-from`, for every command that has a client's part of a model."""
     return click.option(

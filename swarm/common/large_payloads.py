@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 from typing import ParamSpec, TypeVar
 
 P = ParamSpec("P")
@@ -29,4 +30,14 @@ async def run_large(size: int, work: Callable[P, T], *args: P.args, **kwargs: P.
     """
     if size <= MAX_INLINE_BYTES:
         return work(*args, **kwargs)
-    return await asyncio.to_thread(work, *args, **kwargs)
+    return await in_thread(work, *args, **kwargs)
+
+
+async def in_thread(work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Call a function in another thread, as `asyncio.to_thread` does. While the interpreter ends, threads take no work
+    any more: an event loop that goes on for a moment does it itself."""
+    try:
+        future = asyncio.get_running_loop().run_in_executor(None, partial(work, *args, **kwargs))
+    except RuntimeError:
+        return work(*args, **kwargs)
+    return await future

@@ -54,13 +54,7 @@ if TYPE_CHECKING:
 )
 @click.option("--wire", default="auto", help="Wire format of hidden states: auto, none, float16, bfloat16, blockwise8.")
 @click.option("--exact/--no-exact", default=True, help="Use no server that computes with some neurons only (sparse).")
-@click.option(
-    "--audit",
-    default="0",
-    metavar="SHARE",
-    help="Share of the servers' work that others compute again to find out whether it was right, such as 1% "
-    "(docs/trust.md).",
-)
+@console.audit_options
 @click.option(
     "--points",
     type=click.Path(dir_okay=False, path_type=Path),
@@ -107,7 +101,7 @@ def main(**options: Any) -> None:
         raise InvalidOption("--digests is for one model; put swarm-digests.json beside each checkpoint instead")
     network = NetworkOptions(
         audit=parse_share("--audit", options["audit"]),
-        **{name: options[name] for name in ("exact", "points", "digests")},
+        **{name: options[name] for name in ("exact", "points", "digests", "opinions")},
     )
     client = {
         "network": network,

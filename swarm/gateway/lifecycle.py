@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+from collections import ChainMap
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -77,7 +78,16 @@ def serve_gateway(
         gateway = GatewayState(models, settings, keys, new_registry())
         stack.callback(gateway.close)
         joined = models[0].model.swarm.config
-        poller = SwarmPoller(joined.initial_peers, membership=joined.membership) if with_monitor else None
+        swarms = [one.model.swarm for one in models]
+        poller = (
+            SwarmPoller(
+                joined.initial_peers,
+                membership=joined.membership,
+                opinions=lambda: dict(ChainMap(*(swarm.opinions() for swarm in swarms))),
+            )
+            if with_monitor
+            else None
+        )
         check_host = keys is None or bool(settings.host_names)
         uvloop.run(_serve(gateway, poller, listening, check_host, on_ready))
         logger.info("Leaving the swarm")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import socket
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
@@ -24,6 +26,7 @@ MAX_CONNECTIONS = 512
 @click.argument("models", metavar="[MODEL]...", nargs=-1)
 @console.initial_peers_option
 @console.membership_option
+@console.opinions_option(console.SHOWN_OPINIONS)
 @click.option("--host", default="127.0.0.1", help="Address to listen on; 0.0.0.0 makes the page public.")
 @click.option("--port", type=click.IntRange(0, 65535), default=8081, help="0 takes any free port.")
 @console.log_format_option
@@ -32,6 +35,7 @@ def main(
     models: tuple[str, ...],
     initial_peers: tuple[str, ...],
     membership: str | None,
+    opinions: Path | None,
     host: str,
     port: int,
     log_format: str,
@@ -49,14 +53,17 @@ def main(
     import uvloop
 
     from swarm.membership.invite import read_invite
-    from swarm.monitor.swarm_poller import SwarmPoller
+    from swarm.monitor.swarm_poller import SwarmPoller, no_opinions
     from swarm.transport.addresses import parse_peers
     from swarm.transport.p2p import quiet_hivemind
+    from swarm.trust.opinion_file import read_opinions
     from swarm.web.http_server import listen
 
     console.configure_logging(log_format)
     quiet_hivemind()
-    poller = SwarmPoller(parse_peers(peers), models, membership=read_invite(membership))
+    source = no_opinions if opinions is None else functools.partial(read_opinions, opinions)
+    source()  # a file that cannot be read is no reason to start
+    poller = SwarmPoller(parse_peers(peers), models, membership=read_invite(membership), opinions=source)
     with listen(host, port) as listening:
         uvloop.run(_serve(poller, listening))
 

@@ -18,8 +18,9 @@ from swarm.dht.validation import AnnouncementValidator
 from swarm.errors import PeerLost, SwarmError
 from swarm.membership.invite import Invite
 from swarm.monitor.history import SwarmHistory
-from swarm.monitor.swarm_view import VIEW_VERSION, AnnouncedModel, SwarmView, build_model_view, shorten
+from swarm.monitor.swarm_view import NO_OPINIONS, VIEW_VERSION, AnnouncedModel, SwarmView, build_model_view, shorten
 from swarm.routing.round_trips import RoundTrips
+from swarm.routing.suspicion import Opinion
 from swarm.transport.addresses import is_loopback
 from swarm.transport.p2p import P2PConfig, Peer
 from swarm.transport.ping import ping_many
@@ -58,6 +59,15 @@ class PollResult:
     absent: tuple[str, ...] = ()
     left_out: int = 0
     others: tuple[str, ...] = ()
+
+
+OpinionSource = Callable[[], Mapping[str, Opinion]]
+"""Peer id -> what audits say of a server now. Raises `OpinionFileError`."""
+
+
+def no_opinions() -> Mapping[str, Opinion]:
+    """Of swarms in which nobody here audits."""
+    return NO_OPINIONS
 
 
 class SwarmSource(Protocol):
@@ -212,6 +222,7 @@ class SwarmPoller:
         period: seconds between polls while clients are watching.
         source: where to read the state; by default the swarm of the initial peers.
         membership: this peer's invite to a private swarm; None for an open swarm.
+        opinions: what audits say of servers, asked in a thread of its own.
         now: returns the Unix time in seconds.
 
     Attributes:
@@ -225,6 +236,7 @@ class SwarmPoller:
         period: float = PERIOD_S,
         source: SwarmSource | None = None,
         membership: Invite | None = None,
+        opinions: OpinionSource = no_opinions,
         now: Callable[[], float] = time.time,
     ) -> None:
         self.history = SwarmHistory()
@@ -234,6 +246,7 @@ class SwarmPoller:
         # A reader of the page may be on another machine, where loopback addresses are of no use.
         self._addresses = tuple(address for address in initial_peers if not is_loopback([address]))
         self._period = period
+        self._opinions = opinions
         self._now = now
         self._remembered: dict[str, tuple[ModelInfo, float]] = {}
         self._round_trips: dict[str, float] = {}
@@ -282,12 +295,13 @@ class SwarmPoller:
         """Poll once and publish the view. Raises what the source raises."""
         now = self._now()
         result = await self._source.poll(self._remembered_models(now))
+        opinions = await asyncio.to_thread(self._opinions)
         peers = peers_to_ping(result)
         if not set(peers) <= set(self._round_trips):
             # Show new servers before they are measured.
-            self._publish(build_swarm_view(result, self._round_trips, self._addresses, now, self._period))
+            self._publish(build_swarm_view(result, self._round_trips, self._addresses, now, self._period, opinions))
         self._round_trips = await self._source.round_trips(peers)
-        view = build_swarm_view(result, self._round_trips, self._addresses, now, self._period)
+        view = build_swarm_view(result, self._round_trips, self._addresses, now, self._period, opinions)
         for announced in result.models:
             if announced.servers:
                 self._remembered[announced.model.name] = (announced.model, now)
@@ -315,22 +329,31 @@ class SwarmPoller:
         self.was_read.set()
 
 
-async def poll_once(source: SwarmSource, addresses: Sequence[str], period: float) -> SwarmView:
+async def poll_once(
+    source: SwarmSource, addresses: Sequence[str], period: float, opinions: Mapping[str, Opinion] = NO_OPINIONS
+) -> SwarmView:
     """Read the current state without a `SwarmPoller`. Raises what the source raises.
 
     Args:
         addresses: addresses of peers to join by, for the commands.
         period: seconds until the next poll.
+        opinions: what audits say of servers.
     """
     result = await source.poll(())
-    return build_swarm_view(result, await source.round_trips(peers_to_ping(result)), addresses, time.time(), period)
+    trips = await source.round_trips(peers_to_ping(result))
+    return build_swarm_view(result, trips, addresses, time.time(), period, opinions)
 
 
 def build_swarm_view(
-    result: PollResult, round_trips: Mapping[str, float], addresses: Sequence[str], now: float, period: float
+    result: PollResult,
+    round_trips: Mapping[str, float],
+    addresses: Sequence[str],
+    now: float,
+    period: float,
+    opinions: Mapping[str, Opinion] = NO_OPINIONS,
 ) -> SwarmView:
     """Build the view of one poll. Pure."""
-    models = [build_model_view(announced, round_trips, addresses) for announced in result.models]
+    models = [build_model_view(announced, round_trips, addresses, opinions) for announced in result.models]
     # Any peer can announce models; those with servers come first.
     models.sort(key=lambda model: (model.servers_online == 0, -model.servers_total))
     # Names that differ only in unprintable characters would look like one model; the one with better servers keeps it.

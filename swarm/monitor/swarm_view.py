@@ -16,10 +16,12 @@ import shlex
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from swarm.data_structures import ModelInfo, ServerInfo, ServerState
 from swarm.errors import sanitize_text
 from swarm.routing.compatibility import compatible_servers, disputed_blocks
+from swarm.routing.suspicion import Opinion
 from swarm.server.placement.initial_blocks import block_throughputs
 
 VIEW_VERSION = 1
@@ -29,6 +31,8 @@ MAX_SERVERS = 1000
 
 MAX_TEXT_LENGTH = 80
 """Maximum number of characters shown of a text that a peer announces."""
+
+NO_OPINIONS: Mapping[str, Opinion] = MappingProxyType({})
 
 DEMO_NAME = "swarm-demo"
 """The model that `swarm server` serves by default."""
@@ -73,6 +77,22 @@ class MissingBlocksView:
 
 
 @dataclass(frozen=True, slots=True)
+class AuditsView:
+    """What a client's audits have said of a server (docs/trust.md).
+
+    Attributes:
+        agreed, differed: how many.
+        suspicion: probability that it does not compute what it announces.
+        quarantined: whether the client does not use it any more.
+    """
+
+    agreed: int
+    differed: int
+    suspicion: float
+    quarantined: bool
+
+
+@dataclass(frozen=True, slots=True)
 class ServerView:
     """One server, as it announces itself.
 
@@ -91,6 +111,7 @@ class ServerView:
         sparse: whether it computes with some neurons only, so that results are approximate.
         perplexity_loss: how much that raises the perplexity, as a share; None if it is not sparse or did not measure.
         exit_blocks: blocks in front of which tokens may leave its span, if their clients ask for it.
+        audits: None if it was not audited, as far as is known here.
     """
 
     peer_id: str
@@ -118,6 +139,7 @@ class ServerView:
     sparse: bool
     perplexity_loss: float | None
     exit_blocks: tuple[int, ...]
+    audits: AuditsView | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,13 +202,17 @@ class SwarmView:
 
 
 def build_model_view(
-    found: AnnouncedModel, round_trips: Mapping[str, float], addresses: Sequence[str] = ()
+    found: AnnouncedModel,
+    round_trips: Mapping[str, float],
+    addresses: Sequence[str] = (),
+    opinions: Mapping[str, Opinion] = NO_OPINIONS,
 ) -> ModelView:
     """Build the view of one model.
 
     Args:
         round_trips: peer id -> seconds, for each peer that was measured.
         addresses: addresses of peers to join by, for the commands.
+        opinions: peer id -> what audits say of a server, for those that were audited.
     """
     model, blocks = found.model, found.model.blocks
     compatible = compatible_servers(found.servers, model.revision)
@@ -205,7 +231,9 @@ def build_model_view(
         peer_id: f"its weights of block {block} differ from those of others; clients know which are right"
         for peer_id, block in disputed_blocks(found.servers).items()
     }
-    views = [_server_view(server, round_trips, reasons, disputed) for server in found.servers]
+    views = [
+        _server_view(server, round_trips, reasons, disputed, opinions.get(server.peer_id)) for server in found.servers
+    ]
     views.sort(key=lambda view: (view.state == "offline", view.start, view.end, view.name, view.peer_id))
     return ModelView(
         name=name,
@@ -288,7 +316,11 @@ def _missing_ranges(
 
 
 def _server_view(
-    server: ServerInfo, round_trips: Mapping[str, float], excluded: Mapping[str, str], disputed: Mapping[str, str]
+    server: ServerInfo,
+    round_trips: Mapping[str, float],
+    excluded: Mapping[str, str],
+    disputed: Mapping[str, str],
+    opinion: Opinion | None,
 ) -> ServerView:
     return ServerView(
         peer_id=server.peer_id,
@@ -316,4 +348,9 @@ def _server_view(
         sparse=server.sparse,
         perplexity_loss=server.perplexity_loss,
         exit_blocks=server.exit_blocks,
+        audits=_audits_view(opinion) if opinion is not None else None,
     )
+
+
+def _audits_view(opinion: Opinion) -> AuditsView:
+    return AuditsView(opinion.agreed, opinion.differed, opinion.probability, opinion.is_quarantined)

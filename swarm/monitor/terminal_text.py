@@ -14,7 +14,19 @@ MISSING = "×"
 FULL_BAR_RATIO = 2.0
 """A block's bar is full at this multiple of the median throughput, so the median is half a bar."""
 
-TABLE_COLUMNS = ("blocks", "server", "peer", "state", "tokens/s", "queue", "cache free", "ping", "precision", "version")
+TABLE_COLUMNS = (
+    "blocks",
+    "server",
+    "peer",
+    "state",
+    "tokens/s",
+    "queue",
+    "cache free",
+    "ping",
+    "precision",
+    "version",
+    "audits",
+)
 
 
 def format_swarm(view: SwarmView, width: int = 100) -> str:
@@ -91,6 +103,8 @@ def _missing(missing: MissingBlocksView) -> str:
 
 def _table(servers: Sequence[ServerView]) -> str:
     rows = [TABLE_COLUMNS, *(_row(server) for server in servers)]
+    if not any(server.audits for server in servers):
+        rows = [row[:-1] for row in rows]
     widths = [max(map(display_width, column)) for column in zip(*rows, strict=True)]
     lines = []
     for row in rows:
@@ -120,7 +134,15 @@ def _row(server: ServerView) -> tuple[str, ...]:
         how + ping,
         _precision(server),
         server.version,
+        _audits(server),
     )
+
+
+def _audits(server: ServerView) -> str:
+    if (audits := server.audits) is None:
+        return "-"
+    made = audits.agreed + audits.differed
+    return f"{audits.agreed} of {made} agree" + (", not used" if audits.quarantined else "")
 
 
 def _precision(server: ServerView) -> str:

@@ -24,13 +24,17 @@ import enum
 import math
 import random
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from swarm.data_structures import ServerInfo
 
 FALSE_ALARMS = 0.001
 MISSED = 0.8
+DOUBTFUL_HONEST = 0.02
+"""Share of the audits in which an honest server differs in single tokens: with experts, a rounding can choose another
+one."""
+
 ALWAYS_WRONG = 0.5
 """Share of the dishonest servers that pass no audit at all, as far as is known before the first."""
 
@@ -51,6 +55,9 @@ QUARANTINE = math.log(1e4)
 
 HALF_LIFE_S = 86400.0
 
+MAX_PEERS = 4096
+"""Servers of which a client keeps an opinion."""
+
 PENALTY_S = 1.0
 """Seconds that a route costs more with a server that is certainly dishonest, so a tenth of that with one of which
 nothing is known."""
@@ -60,12 +67,19 @@ class Agreement(enum.Enum):
     """What comes of an audit."""
 
     SAME = "agrees"
+    DOUBTFUL = "differs in single tokens"
     DIFFERENT = "differs more than honest machines do"
     UNRELATED = "has computed something else"
+
+    @property
+    def is_wrong(self) -> bool:
+        """Whether an honest server hardly ever gets this."""
+        return self in (Agreement.DIFFERENT, Agreement.UNRELATED)
 
 
 _EVIDENCE = {
     Agreement.SAME: math.log(MISSED / (1 - FALSE_ALARMS)),
+    Agreement.DOUBTFUL: math.log((1 - MISSED) / DOUBTFUL_HONEST),
     Agreement.DIFFERENT: math.log((1 - MISSED) / FALSE_ALARMS),
     Agreement.UNRELATED: QUARANTINE - TRUSTED,
 }
@@ -113,6 +127,27 @@ class Opinion:
         return self.log_odds >= QUARANTINE
 
 
+@dataclass(frozen=True, slots=True)
+class Beliefs:
+    """All that a client believes, to be kept.
+
+    Attributes:
+        servers: peer id -> opinion, the oldest first.
+        strangers, bad_strangers: servers that were audited for the first time, and the dishonest ones among them.
+        betrayed_at: when a server that was trusted was found to be wrong.
+    """
+
+    servers: Mapping[str, Opinion]
+    strangers: float = STRANGERS
+    bad_strangers: float = BAD_STRANGERS
+    betrayed_at: float = -math.inf
+
+    def at_clock(self, shift: float) -> Beliefs:
+        """The same in the times of a clock that is `shift` seconds ahead."""
+        servers = {peer: replace(one, when=one.when + shift) for peer, one in self.servers.items()}
+        return replace(self, servers=servers, betrayed_at=self.betrayed_at + shift)
+
+
 class Suspicions:
     """The opinions of one client. All times are seconds of one clock.
 
@@ -120,7 +155,7 @@ class Suspicions:
         max_peers: opinions that are kept; of those that say no ill, the oldest is forgotten first.
     """
 
-    def __init__(self, max_peers: int = 4096) -> None:
+    def __init__(self, max_peers: int = MAX_PEERS) -> None:
         self._max_peers = max_peers
         self._opinions: OrderedDict[str, Opinion] = OrderedDict()
         self._strangers, self._bad_strangers = STRANGERS, BAD_STRANGERS
@@ -128,6 +163,21 @@ class Suspicions:
 
     def __len__(self) -> int:
         return len(self._opinions)
+
+    @property
+    def beliefs(self) -> Beliefs:
+        """All that is believed now."""
+        return Beliefs(dict(self._opinions), self._strangers, self._bad_strangers, self._betrayed_at)
+
+    def believe(self, beliefs: Beliefs) -> None:
+        """Take over what was believed before. Of two opinions on a server, the newer one counts."""
+        for peer_id, opinion in beliefs.servers.items():
+            known = self._opinions.get(peer_id)
+            if known is None or opinion.when > known.when:
+                self._keep(peer_id, opinion)
+        if beliefs.strangers > self._strangers:
+            self._strangers, self._bad_strangers = beliefs.strangers, beliefs.bad_strangers
+        self._betrayed_at = max(self._betrayed_at, beliefs.betrayed_at)
 
     def of(self, peer_id: str, now: float) -> Opinion:
         """What is believed of a server."""
@@ -144,18 +194,21 @@ class Suspicions:
         known = self._opinions.get(peer_id)
         if known is None:
             self._strangers += 1
-            self._bad_strangers += result is not Agreement.SAME
+            self._bad_strangers += result.is_wrong
             if self._strangers > MAX_STRANGERS:  # the oldest count less and less
                 self._strangers, self._bad_strangers = self._strangers / 2, self._bad_strangers / 2
-        elif result is not Agreement.SAME and known.log_odds < STRANGER and known.when >= self._betrayed_at:
+        elif result.is_wrong and known.log_odds < STRANGER and known.when >= self._betrayed_at:
             self._betrayed_at = now
         opinion = self.of(peer_id, now).after(result, now)
+        self._keep(peer_id, opinion)
+        return opinion
+
+    def _keep(self, peer_id: str, opinion: Opinion) -> None:
         self._opinions[peer_id] = opinion
         self._opinions.move_to_end(peer_id)
         if len(self._opinions) > self._max_peers:
             harmless = (peer for peer, one in self._opinions.items() if one.log_odds < STRANGER)
             del self._opinions[next(harmless, next(iter(self._opinions)))]
-        return opinion
 
     def audit_rate(self, peer_id: str, least: float, now: float) -> float:
         """Which share of a server's work is to be audited: all if none was yet (or since a trusted one was wrong), then

@@ -27,7 +27,7 @@ OPTIONS = {
     },
     "chat": {
         "model", "--initial-peers", "--membership", "--system", "--temperature",
-        "--max-tokens", "--early-exit", "--digests", "--weights-from", "--help",
+        "--max-tokens", "--early-exit", "--digests", "--audit", "--opinions", "--weights-from", "--help",
     },
     "doctor": {
         "model", "--initial-peers", "--membership", "--device", "--host-maddrs", "--json", "--help",
@@ -38,7 +38,7 @@ OPTIONS = {
     "gateway": {
         "models", "--initial-peers", "--membership", "--host", "--port", "--keys", "--open", "--host-name",
         "--concurrent", "--cors", "--public-status",
-        "--wire", "--exact", "--audit", "--points", "--digests", "--weights-from", "--early-exit",
+        "--wire", "--exact", "--audit", "--opinions", "--points", "--digests", "--weights-from", "--early-exit",
         "--exits-from", "--approximate-exits",
         "--log-format", "--help",
     },
@@ -52,9 +52,9 @@ OPTIONS = {
         "--announce-maddrs", "--membership", "--help",
     },
     "demo": {"--help"},
-    "status": {"models", "--initial-peers", "--membership", "--json", "--watch", "--help"},
+    "status": {"models", "--initial-peers", "--membership", "--opinions", "--json", "--watch", "--help"},
     "monitor": {
-        "models", "--initial-peers", "--membership", "--host", "--port", "--log-format",
+        "models", "--initial-peers", "--membership", "--opinions", "--host", "--port", "--log-format",
         "--help",
     },
     "members": {"--help"},

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import time
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
@@ -11,6 +14,8 @@ from swarm.cli import status
 from swarm.errors import PeerUnreachable
 from swarm.monitor import swarm_poller
 from swarm.monitor.swarm_view import AnnouncedModel
+from swarm.routing.suspicion import Agreement, Suspicions
+from swarm.trust.opinion_file import OpinionFile
 from tests.infos import server_info
 from tests.monitor.sources import DescribedSwarm, found
 
@@ -46,6 +51,21 @@ def test_without_a_swarm() -> None:
     result = CliRunner(env={"SWARM_INITIAL_PEERS": ""}).invoke(status.main, [])
     assert result.exit_code == 2
     assert "no swarm to show" in result.output
+
+
+def test_what_audits_say_of_servers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    path = tmp_path / "opinions.json"
+    told = ("--opinions", str(path))
+    assert "audits" not in run(monkeypatch, DescribedSwarm(WHOLE)).output
+    assert "a client writes it after its first audit" in run(monkeypatch, DescribedSwarm(WHOLE), *told).output
+    suspicions = Suspicions()
+    for agreement in (Agreement.SAME, Agreement.SAME, Agreement.UNRELATED):
+        suspicions.record("QmServer", agreement, time.monotonic())
+    asyncio.run(OpinionFile(path).save(suspicions))
+    result = run(monkeypatch, DescribedSwarm(WHOLE), *told)
+    assert result.exit_code == 0
+    assert "audits" in result.output
+    assert "2 of 3 agree, not used" in result.output
 
 
 def test_json_is_one_line_for_programs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -14,6 +14,8 @@ from starlette.routing import Mount
 
 from swarm.monitor.http_routes import make_routes
 from swarm.monitor.swarm_poller import SwarmPoller
+from swarm.monitor.swarm_view import NO_OPINIONS
+from swarm.routing.suspicion import Opinion
 from swarm.web.http_server import listen, url_of
 from tests.monitor.sources import DescribedSwarm
 
@@ -29,16 +31,21 @@ class Monitor:
 
 @contextmanager
 def serve(
-    swarm: DescribedSwarm, mounted: str = "", period: float = 0.1,
+    swarm: DescribedSwarm,
+    mounted: str = "",
+    period: float = 0.1,
     now: Callable[[], float] | None = None,
-) -> Iterator[Monitor]:  # fmt: skip
+    opinions: Mapping[str, Opinion] = NO_OPINIONS,
+) -> Iterator[Monitor]:
     """Serve at `mounted` until the end of the block."""
     ready, loop = threading.Event(), asyncio.new_event_loop()
     running: list[tuple[SwarmPoller, uvicorn.Server]] = []
 
     async def work(listening) -> None:
         clock = {"now": now} if now is not None else {}
-        poller = SwarmPoller(("/ip4/127.0.0.1/tcp/1/p2p/QmPeer",), period=period, source=swarm, **clock)
+        poller = SwarmPoller(
+            ("/ip4/127.0.0.1/tcp/1/p2p/QmPeer",), period=period, source=swarm, opinions=lambda: opinions, **clock
+        )
         routes = make_routes(poller)
         app = Starlette(routes=[Mount(mounted, routes=routes)] if mounted else routes)
         server = uvicorn.Server(uvicorn.Config(app, lifespan="off", log_config=None, timeout_graceful_shutdown=2))

@@ -12,6 +12,7 @@ from playwright.sync_api import Browser, Page, expect
 from swarm.data_structures import ServerState
 from swarm.monitor.history import POINT_INTERVAL_S, SwarmHistory
 from swarm.monitor.swarm_poller import PollResult, build_swarm_view
+from swarm.routing.suspicion import Opinion
 from tests.browser import open_page, picture
 from tests.infos import server_info
 from tests.monitor.serving import Monitor, serve
@@ -40,7 +41,8 @@ TRIPS = {"peer-one": 0.012, "peer-two": 0.19, "peer-three": 0.0004}
 
 @pytest.fixture
 def monitor() -> Iterator[Monitor]:
-    with serve(DescribedSwarm(found(12, *SERVERS), trips=TRIPS)) as monitor:
+    opinions = {"peer-two": Opinion(agreed=12, differed=1)}
+    with serve(DescribedSwarm(found(12, *SERVERS), trips=TRIPS), opinions=opinions) as monitor:
         yield monitor
 
 
@@ -72,7 +74,10 @@ def test_the_strip_shows_coverage_and_the_weakest_block(page: Page) -> None:
 def test_the_table_says_everything_of_a_server(page: Page) -> None:
     row = page.get_by_role("row", name="kiwi")
     expect(row.get_by_role("cell")).to_have_text(
-        ["4:8", "50", "20 ms", "1,048,576", "190 ms", "relayed", "int8 (float32)", "1", "–", "may move to other blocks"]
+        [
+            *("4:8", "50", "20 ms", "1,048,576", "190 ms", "relayed", "int8 (float32)", "1"),
+            *("12 of 13 agree", "–", "may move to other blocks"),
+        ]
     )
     expect(page.get_by_role("row", name="Ann's laptop")).to_contain_text("org/pirate")
     expect(page.get_by_role("row", name="tiny").get_by_role("cell").nth(4)).to_have_text("–")

@@ -17,6 +17,7 @@ from swarm.monitor.swarm_view import (
     serve_command,
     shorten,
 )
+from swarm.routing.suspicion import Opinion
 from tests.infos import server_info
 from tests.monitor.sources import found
 
@@ -95,6 +96,16 @@ def test_every_fact_of_a_server_is_shown():
     assert (server.queue, server.cache_tokens_free, server.relayed, server.round_trip) == (0.25, 77, True, 0.05)
     assert (server.adapters, server.mobility) == (("org/pirate",), "cooling")
     assert (server.sparse, server.perplexity_loss, server.exit_blocks) == (True, 0.004, (4, 6))
+
+
+def test_what_audits_say_of_servers_is_shown():
+    good, liar, other = (server_info(0, 4, name) for name in ("good", "liar", "other"))
+    opinions = {"good": Opinion(-3.0, 0.0, 7, 0), "liar": Opinion(10.0, 0.0, 2, 1), "gone": Opinion()}
+    seen = {one.peer_id: one.audits for one in build_model_view(found(4, good, liar, other), {}, (), opinions).servers}
+    assert seen["other"] is None
+    assert (seen["good"].agreed, seen["good"].differed, seen["good"].quarantined) == (7, 0, False)
+    assert (seen["liar"].agreed, seen["liar"].differed, seen["liar"].quarantined) == (2, 1, True)
+    assert seen["good"].suspicion < 0.1 < 0.9 < seen["liar"].suspicion
 
 
 def test_a_liar_does_not_make_a_block_look_quick():

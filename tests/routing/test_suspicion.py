@@ -21,7 +21,7 @@ from swarm.routing.suspicion import (
 )
 from tests.infos import server_info
 
-SAME, DIFFERENT, UNRELATED = Agreement
+SAME, DIFFERENT, UNRELATED = (Agreement.SAME, Agreement.DIFFERENT, Agreement.UNRELATED)
 results = st.sampled_from([SAME, DIFFERENT, UNRELATED])
 
 

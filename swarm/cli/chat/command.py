@@ -6,7 +6,7 @@ import signal
 import sys
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 @console.initial_peers_option
 @console.membership_option
 @console.digests_option
+@console.audit_options
 @console.weights_from_option
 @click.option("--system", default="", help="System prompt: instructions for the model.")
 @click.option(
@@ -41,6 +42,8 @@ def main(
     initial_peers: tuple[str, ...],
     membership: str | None,
     digests: Path | None,
+    audit: str,
+    opinions: Path | None,
     weights_from: str,
     system: str,
     temperature: float | None,
@@ -58,7 +61,8 @@ def main(
     signal.signal(signal.SIGTERM, _exit_on_signal)
     terminal = Terminal()
     peers = console.split_addresses(initial_peers)
-    backend = _make_backend(terminal.interactive, model, peers, membership, digests, weights_from)
+    network = {"digests": digests, "audit": audit, "opinions": opinions}
+    backend = _make_backend(terminal.interactive, model, peers, membership, network, weights_from)
     try:
         options = AnswerOptions(temperature, max_tokens, early_exit)
         Dialogue(backend, terminal, options, terminal.readable(system, "--system")).run()
@@ -71,7 +75,7 @@ def _make_backend(
     model: str | None,
     peers: tuple[str, ...],
     membership: str | None,
-    digests: Path | None,
+    network: dict[str, Any],
     weights_from: str,
 ) -> SwarmBackend:
     if not peers:
@@ -84,12 +88,12 @@ def _make_backend(
     if interactive:
         click.echo("Joining the swarm ...", err=True)
     from swarm.cli.chat.swarm_backend import SwarmBackend
-    from swarm.client.config import NetworkOptions
+    from swarm.client.config import NetworkOptions, parse_share
     from swarm.transport.p2p import quiet_hivemind
 
     quiet_hivemind()
-    network = NetworkOptions(digests=digests)
-    return SwarmBackend(model, initial_peers=peers, membership=membership, network=network, weights_from=weights_from)
+    options = NetworkOptions(**{**network, "audit": parse_share("--audit", network["audit"])})
+    return SwarmBackend(model, initial_peers=peers, membership=membership, network=options, weights_from=weights_from)
 
 
 def _exit_on_signal(number: int, frame: FrameType | None) -> None:

@@ -27,12 +27,14 @@ from swarm.client.hops.work_sample import WorkSample
 from swarm.client.routes.events import Audited, EventListener, ignore_events
 from swarm.client.routes.route_source import RouteSource
 from swarm.client.wire.packed_hidden import PackedHidden
+from swarm.common.large_payloads import in_thread
 from swarm.data_structures import Hop, Route, ServerInfo, Span, StepLayout
 from swarm.errors import MissingBlocks, SwarmError
 from swarm.protocol.compression import decode_tensor, encode_tensor
 from swarm.routing.router import Alternative
 from swarm.routing.suspicion import Agreement, Suspicions
 from swarm.trust.comparison import Verdict, difference, majority
+from swarm.trust.opinion_file import OpinionFile
 from swarm.trust.receipts import ServedBlocks
 
 logger = logging.getLogger(__name__)
@@ -42,6 +44,9 @@ MAX_WAITING = 4
 
 MAX_WITNESSES = 4
 """Servers that are asked about one sample."""
+
+CLOSE_TIMEOUT_S = 5.0
+"""Seconds that a client which ends goes on with the audits that wait."""
 
 AUDIT_TIMEOUT_S = 120.0
 """Seconds that a server gets for a sample."""
@@ -56,6 +61,7 @@ class Auditor:
         servers: those that may be used now.
         suspicions: what is believed of them; the results go there.
         rate: share of the work that is audited at least; 0 for no audits.
+        file: where the opinions are kept; None to forget them when the client ends.
         emit: receives an event for each audit.
         chance: draws what is audited, and by whom.
         now: a clock in seconds.
@@ -69,6 +75,7 @@ class Auditor:
         servers: Callable[[], tuple[ServerInfo, ...]],
         suspicions: Suspicions,
         rate: float,
+        file: OpinionFile | None = None,
         emit: EventListener = ignore_events,
         chance: random.Random | None = None,
         now: Callable[[], float] = time.monotonic,
@@ -77,15 +84,19 @@ class Auditor:
         self._servers = servers
         self._suspicions = suspicions
         self._rate = rate
+        self._file = file
+        if file is not None:
+            file.load(suspicions)
         self._emit = emit
         self._chance = chance if chance is not None else random.SystemRandom()
         self._now = now
         self._waiting: deque[WorkSample] = deque()
         self._task: asyncio.Task[None] | None = None
 
-    def wants(self, peer_id: str) -> bool:
-        """Drawn anew each time, when the server has done its work."""
-        return self._chance.random() < self._suspicions.audit_rate(peer_id, self._rate, self._now())
+    def wants(self, hop: Hop) -> bool:
+        """Drawn anew each time, when the server has done its work; never where nobody could be asked."""
+        rate = self._suspicions.audit_rate(hop.server.peer_id, self._rate, self._now())
+        return self._chance.random() < rate and any(is_witness(one, hop) for one in self._servers())
 
     def take(self, sample: WorkSample) -> None:
         """Audit a sample in the background, one after the other."""
@@ -96,11 +107,15 @@ class Auditor:
             self._task = asyncio.get_running_loop().create_task(self._work())
 
     async def close(self) -> None:
-        """Give up what is not done."""
+        """Give up what is not done; if the results are kept, only after `CLOSE_TIMEOUT_S`."""
+        if self._task is None:
+            return
+        if self._file is not None and not self._task.done():
+            logger.info("finishing audits, for %.0f s at most", CLOSE_TIMEOUT_S)
+            await asyncio.wait([self._task], timeout=CLOSE_TIMEOUT_S)
         self._waiting.clear()
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
 
     async def _work(self) -> None:
         while self._waiting:
@@ -114,7 +129,7 @@ class Auditor:
 
     async def audit(self, sample: WorkSample) -> None:
         """Find out whether a sample is right, and note what follows from that."""
-        results = {sample.hop.server.peer_id: await asyncio.to_thread(_claimed, sample)}
+        results = {sample.hop.server.peer_id: await in_thread(_claimed, sample)}
         able = [one for one in self._servers() if is_witness(one, sample.hop)]
         for witness in self._suspicions.witnesses(able, self._chance, self._now()):
             if len(results) > MAX_WITNESSES:
@@ -124,8 +139,10 @@ class Auditor:
             except SwarmError as error:
                 logger.debug("%s did not take part in an audit: %s", witness.short_id, error)
                 continue
-            if (verdict := await asyncio.to_thread(_majority, results, sample)) is not None:
+            if (verdict := await in_thread(_majority, results, sample)) is not None:
                 self._conclude(sample, verdict)
+                if self._file is not None:
+                    await self._file.save(self._suspicions)
                 return
 
     async def _ask(self, witness: ServerInfo, sample: WorkSample) -> torch.Tensor:
@@ -138,7 +155,7 @@ class Auditor:
             samples=None,
             kept_receipts=None,
         )
-        inputs = await asyncio.to_thread(lambda: [_as_sent(part.inputs, context) for part in sample.parts])
+        inputs = await in_thread(lambda: [_as_sent(part.inputs, context) for part in sample.parts])
         chain = Chain(context)
         try:
             async with asyncio.timeout(AUDIT_TIMEOUT_S):
@@ -150,7 +167,7 @@ class Auditor:
         finally:
             await chain.close()
         self.tokens += sample.tokens * sample.hop.span.length
-        return await asyncio.to_thread(_own_tokens, list(zip(layouts, outputs, strict=True)), sample)
+        return await in_thread(_own_tokens, list(zip(layouts, outputs, strict=True)), sample)
 
     def _conclude(self, sample: WorkSample, verdict: Verdict) -> None:
         now = self._now()
@@ -169,7 +186,9 @@ def _majority(results: dict[str, torch.Tensor], sample: WorkSample) -> Verdict |
     server, span, wire = sample.hop.server, sample.hop.span, sample.context.options.wire
     return majority(
         list(results),
-        lambda one, other: difference(results[one], results[other], span.length, server.compute_dtype, wire),
+        lambda one, other: difference(
+            results[one], results[other], span.length, server.compute_dtype, server.quantization, wire
+        ),
     )
 
 
@@ -183,10 +202,12 @@ def is_witness(server: ServerInfo, hop: Hop) -> bool:
 
 
 def _as_sent(hidden: PackedHidden, context: SessionContext) -> PackedHidden:
-    """Inputs in the format in which this client sends all inputs."""
-    wire = context.options.wire
-    flat = decode_tensor(hidden.payload, hidden.tokens, hidden.hidden_size, hidden.wire, hidden.dtype, _CPU)
-    return PackedHidden(encode_tensor(flat, wire), hidden.tokens, hidden.hidden_size, wire, hidden.dtype)
+    """Inputs in the format in which this client sends all inputs; as for a replay, if they would not stay the same."""
+    shape, wire = (hidden.tokens, hidden.hidden_size), context.options.wire
+    flat = decode_tensor(hidden.payload, *shape, hidden.wire, hidden.dtype, _CPU)
+    payload = encode_tensor(flat, wire)
+    is_same = torch.equal(decode_tensor(payload, *shape, wire, hidden.dtype, _CPU), flat)
+    return PackedHidden(payload, *shape, wire, hidden.dtype) if is_same else hidden
 
 
 def _claimed(sample: WorkSample) -> torch.Tensor:

@@ -53,7 +53,7 @@ class WorkSample:
 class SampleTaker(Protocol):
     """Decides which work is looked at again, and does it."""
 
-    def wants(self, peer_id: str) -> bool:
+    def wants(self, hop: Hop) -> bool:
         """Whether a sample of a server's work should be taken now. Another call may have another answer."""
 
     def take(self, sample: WorkSample) -> None:
@@ -70,7 +70,7 @@ def offer_sample(
     """
     hop = hops[index]
     # Where tokens leave inside spans, results depend on more than the inputs.
-    if context.samples is None or context.early_exits or not context.samples.wants(hop.peer_id):
+    if context.samples is None or context.early_exits or not context.samples.wants(hop.hop):
         return
     if (sample := _sample(context, hops, index, final, done)) is not None:
         context.samples.take(sample)

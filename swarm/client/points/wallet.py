@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
+from swarm.common.large_payloads import in_thread
 from swarm.errors import IdentityError, PointsFileError, ProtocolViolation
 from swarm.protocol.messages import MAX_SHOWN_TABS, Points, Signed
 from swarm.transport.identity import load_or_create
@@ -55,11 +56,11 @@ class Wallet:
         now = self._now()
         if self._granted is None or self._granted[0] < now + GRANT_S / 2:
             grant = Grant(self._owner.peer_id, client, int(now) + GRANT_S)
-            self._granted = grant.until, await asyncio.to_thread(sign_claim, grant, self._owner.sign)
+            self._granted = grant.until, await in_thread(sign_claim, grant, self._owner.sign)
         if now - self._read_at >= REREAD_S:
             self._read_at = now
             try:
-                self._note_earned(await asyncio.to_thread(read_owners, self._path))
+                self._note_earned(await in_thread(read_owners, self._path))
             except PointsFileError as error:
                 logger.warning("%s", error)
 
@@ -93,7 +94,7 @@ class Wallet:
         async with self._signing[server]:
             for _ in range(MAX_ATTEMPTS):
                 tab = Tab(self._owner.peer_id, server, self._totals.get(server, 0) + amount)
-                signed = await asyncio.to_thread(sign_claim, tab, self._owner.sign)
+                signed = await in_thread(sign_claim, tab, self._owner.sign)
                 newest = await send(signed)
                 if newest is None:
                     return  # it keeps none

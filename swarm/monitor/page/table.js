@@ -1,7 +1,7 @@
 // The servers of one model as a table that can be sorted by any column.
 
 import { element, reconcile, setAttribute, setText } from "./dom.js";
-import { milliseconds, precision, rate, reach, serverName, stateOf, whole } from "./words.js";
+import { audits, milliseconds, precision, rate, reach, serverName, stateOf, whole } from "./words.js";
 
 /** `value` is what a column is sorted by, `text` what it shows; `number` columns begin with the largest. */
 const COLUMNS = [
@@ -14,6 +14,7 @@ const COLUMNS = [
   { title: "Reached", value: reach, text: reach },
   { title: "Precision", value: precision, text: precision },
   { title: "Version", value: (s) => s.version, text: (s) => s.version },
+  { title: "Audits", value: (s) => -(s.audits?.suspicion ?? -1), text: audits },
   { title: "Adapters", value: (s) => s.adapters.join(), text: (s) => s.adapters.join(", ") || "–" },
   { title: "State", value: stateOf, text: stateOf, class: "state" },
 ];

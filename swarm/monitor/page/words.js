@@ -45,6 +45,13 @@ export function precision(server) {
   return words.join(", ");
 }
 
+/** What audits have said of a server. */
+export function audits(server) {
+  if (!server.audits) return "–";
+  const { agreed, differed, quarantined } = server.audits;
+  return `${whole(agreed)} of ${whole(agreed + differed)} agree${quarantined ? ", not used" : ""}`;
+}
+
 export function reach(server) {
   return server.relayed ? "relayed" : "direct";
 }

@@ -197,7 +197,7 @@ class Ring:
             "cache_dir": options.cache_dir,
             "local_blocks": self.plan.local_blocks or None,
             "show_route": options.show_route,
-            "network": NetworkOptions(allowed_servers=self._life.servers, wait_for_blocks=WAIT_FOR_BLOCKS_S),
+            "network": NetworkOptions(allowed_servers=self._life.servers, wait_for_blocks=WAIT_FOR_BLOCKS_S, audit=0.0),
             **self._model_options,
         }
 

@@ -11,10 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from swarm.client.audits.auditor import Auditor
+from swarm.client.audits.auditor import CLOSE_TIMEOUT_S, Auditor
 from swarm.client.routes.events import Audited
 from swarm.protocol import messages
 from swarm.routing.suspicion import STRANGER
+from swarm.trust.opinion_file import OpinionFile, read_opinions
 from tests import virtual_time
 from tests.client.chains import Conversation, Swarm, Tamper
 
@@ -24,7 +25,13 @@ THRICE = {name + suffix: span for suffix in ("", "2", "3") for name, span in {"a
 class Audits:
     """A swarm whose client audits everything."""
 
-    def __init__(self, model: Any, servers: dict[str, tuple[int, int]] = THRICE, seed: int = 0) -> None:
+    def __init__(
+        self,
+        model: Any,
+        servers: dict[str, tuple[int, int]] = THRICE,
+        seed: int = 0,
+        file: OpinionFile | None = None,
+    ) -> None:
         self.swarm = Swarm(model, servers)
         self.events: list[Audited] = []
         self.suspicions = self.swarm.planner.router.suspicions
@@ -32,6 +39,7 @@ class Audits:
             lambda: tuple(self.swarm.announced.values()),
             self.suspicions,
             1.0,
+            file,
             self.note,
             random.Random(seed),
             time.monotonic,
@@ -88,7 +96,7 @@ def test_honest_servers_gain_trust(span_model):
     run(span_model, scenario)
 
 
-def lie(applies: Callable[[messages.StepReply | messages.PushRequest], bool], factor: float = 1.1) -> Tamper:
+def lie(applies: Callable[[messages.StepReply | messages.PushRequest], bool], factor: float = 1.5) -> Tamper:
     """Outputs that are a little too large, wherever they go."""
 
     def tamper(message: messages.Message, payload: Any) -> Any:
@@ -196,6 +204,33 @@ def test_witnesses_that_fail_are_left_out(span_model):
         assert all(event.agreed for event in audits.events)
 
     run(span_model, scenario, seed=3)
+
+
+def test_a_client_that_ends_finishes_its_audits_if_it_keeps_what_it_learns(span_model, tmp_path):
+    """And gives up in time if a witness hangs."""
+    path = tmp_path / "opinions.json"
+
+    async def scenario(audits: Audits) -> None:
+        talk = await audits.talk()
+        await talk.append(6, 3)
+        await talk.chain.close()
+        before = time.monotonic()
+        await audits.auditor.close()
+        assert time.monotonic() - before <= CLOSE_TIMEOUT_S + 1
+
+    run(span_model, scenario, file=OpinionFile(path))
+    known = read_opinions(path)
+    assert {peer[0] for peer in known} == {"a", "b"}
+    assert all(one.agreed == 1 for one in known.values())
+
+    async def hanging(audits: Audits) -> None:
+        for name in ("a2", "a3", "b2", "b3"):
+            audits.swarm.hub.hang(name)
+        await scenario(audits)
+        assert not audits.events
+
+    run(span_model, hanging, file=OpinionFile(tmp_path / "other.json"))
+    assert not (tmp_path / "other.json").exists()
 
 
 def test_samples_do_not_pile_up(span_model):
