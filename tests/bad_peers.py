@@ -168,7 +168,7 @@ def start_bad_server(
 ) -> ServerProcess:
     """A process that looks like the best server for these blocks."""
     make = functools.partial(BadServer, wrap=functools.partial(LyingStream, lie=lie, applies=applies))
-    return swarm.start(blocks, make=make, throughput=ATTRACTIVE, **{"dtype": "float32", **options}).wait_ready()
+    return swarm.start(blocks, make=make, **{"throughput": ATTRACTIVE, "dtype": "float32", **options}).wait_ready()
 
 
 class Anything:

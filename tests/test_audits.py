@@ -6,6 +6,8 @@ Every block is held by two honest servers in float16. The fraud looks quicker th
 from __future__ import annotations
 
 import shutil
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -50,6 +52,10 @@ def swarm() -> Iterator[TestSwarm]:
 
 def one_of_fifty(message: messages.Message) -> bool:
     return isinstance(message, messages.StepReply) and message.step == 30
+
+
+def in_every_step(message: messages.Message) -> bool:
+    return isinstance(message, messages.StepReply)
 
 
 def only_in_decode(message: messages.Message) -> bool:
@@ -116,6 +122,26 @@ def test_frauds_are_found(swarm, prompt, kind, tmp_path):
     assert all(event.agreed for event in found if event.peer_id != fraud.peer_id)
 
 
+def test_a_witness_that_lies_is_found_itself(swarm, prompt):
+    """It is too slow to get work. Whoever it is asked about is not blamed, because another one is asked as well."""
+    liar = start_bad_server(swarm, "6:12", a_little_larger, in_every_step, throughput=0.5, **FLOAT16)
+    found: list[Audited] = []
+    try:
+        with run_client(swarm, audit=1.0) as model:
+            model.swarm.add_listener(lambda event: found.append(event) if isinstance(event, Audited) else None)
+            for _ in range(20):
+                with model.inference_session(max_length=128) as session:
+                    greedy(model, prompt, 10)
+                    assert liar.peer_id not in {hop.server.peer_id for hop in session.route.hops}
+                wait_until(model.swarm._auditor._task.done)
+                if any(event.peer_id == liar.peer_id for event in found):
+                    break
+            assert model.swarm.opinions()[liar.peer_id].differed
+    finally:
+        liar.kill()
+    assert all(event.agreed == (event.peer_id != liar.peer_id) for event in found)
+
+
 def test_what_was_learned_is_known_to_the_next_client(swarm, prompt, tmp_path):
     """A client that ends right after its only session finishes its audits. `swarm status` shows what they said."""
     fraud, path = FRAUDS["4 bits"](swarm, tmp_path), tmp_path / "opinions.json"
@@ -135,6 +161,28 @@ def test_what_was_learned_is_known_to_the_next_client(swarm, prompt, tmp_path):
         assert "1 of 1 agree" in shown.output
     finally:
         fraud.kill()
+
+
+ONE_TEXT = """
+import sys
+import torch
+from swarm import AutoDistributedModelForCausalLM, NetworkOptions
+
+network = NetworkOptions(opinions=sys.argv[2])
+model = AutoDistributedModelForCausalLM.from_pretrained(sys.argv[3], initial_peers=[sys.argv[1]], network=network)
+model.generate(torch.tensor([[5, 6, 7, 8]]), max_new_tokens=30)
+"""
+
+
+def test_a_program_that_ends_after_one_text_has_it_audited(swarm, tmp_path):
+    """It leaves to the interpreter's end what is to be closed, when no thread can be started any more."""
+    path = tmp_path / "opinions.json"
+    command = [sys.executable, "-c", ONE_TEXT, swarm.address, str(path), str(DEMO_FOLDER)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 0, ended.stderr
+    assert "Traceback" not in ended.stderr
+    assert len(read_opinions(path)) == 4
+    assert all((one.agreed, one.differed) == (1, 0) for one in read_opinions(path).values())
 
 
 def test_honest_servers_are_not_suspected(swarm, prompt):

@@ -62,7 +62,7 @@ def main(
     console.configure_logging(log_format)
     quiet_hivemind()
     source = no_opinions if opinions is None else functools.partial(read_opinions, opinions)
-    source()  # a file that cannot be read is no reason to start
+    source()  # raises if the file cannot be read
     poller = SwarmPoller(parse_peers(peers), models, membership=read_invite(membership), opinions=source)
     with listen(host, port) as listening:
         uvloop.run(_serve(poller, listening))

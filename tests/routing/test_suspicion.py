@@ -53,6 +53,23 @@ def test_liars_are_caught_within_the_stated_number_of_audits():
         assert found[94] <= limit, (share, found[94])
 
 
+def test_single_tokens_that_differ_are_weak_evidence():
+    """Twice as many as an honest mixture of experts had do no harm; a server that always has some is found."""
+    chance, opinion = random.Random(3), Opinion()
+    for _ in range(20_000):
+        opinion = opinion.after(Agreement.DOUBTFUL if chance.random() < 0.025 else SAME, 0.0)
+        assert not opinion.is_quarantined
+    audits = 0
+    while not opinion.is_quarantined:
+        opinion, audits = opinion.after(Agreement.DOUBTFUL, 0.0), audits + 1
+    assert audits <= 7
+    suspicions = Suspicions()
+    for peer in ("one", "other"):
+        suspicions.record(peer, SAME, 0.0)
+    suspicions.record("one", Agreement.DOUBTFUL, 1.0)
+    assert suspicions.audit_rate("other", 0.01, 1.0) < 1, "it casts no doubt on others"
+
+
 def test_one_unrelated_result_is_enough():
     opinion = Opinion()
     for _ in range(100):

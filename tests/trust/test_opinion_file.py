@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 from swarm.errors import OpinionFileError
 from swarm.routing.suspicion import HALF_LIFE_S, Agreement, Suspicions
@@ -61,6 +64,22 @@ def test_clients_at_the_same_time_add_to_one_file(tmp_path):
     asyncio.run(file.save(first))
     assert set(read_opinions(path)) == {"one", "two"}
     assert first.quarantined(time.monotonic()) == frozenset(["two"])
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.sampled_from(Agreement)), min_size=1, max_size=200))
+@example([(0, UNRELATED)] * 200)
+def test_whatever_was_learned_can_be_read_again(results):
+    suspicions, now = Suspicions(), time.monotonic()
+    for peer, result in results:
+        suspicions.record(str(peer), result, now)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "opinions.json"
+        asyncio.run(OpinionFile(path).save(suspicions))
+        after = Suspicions()
+        OpinionFile(path).load(after)
+    assert after.quarantined(now) == suspicions.quarantined(now)
+    for peer in {str(peer) for peer, _ in results}:
+        assert after.audit_rate(peer, 0.01, now) == pytest.approx(suspicions.audit_rate(peer, 0.01, now), abs=1e-3)
 
 
 ONE = {"log_odds": 1.0, "when": 1e9, "agreed": 0, "differed": 1}
