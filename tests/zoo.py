@@ -323,7 +323,9 @@ def make_checkpoint(family: str, folder: Path, max_shard_size: str = "1GB") -> P
 
 def make_model(family: str, **overrides: Any) -> PreTrainedModel:
     """The model that `make_checkpoint` saves, if nothing of its config is overridden."""
-    model = AutoModelForCausalLM.from_config(config_of(family, **overrides), dtype=torch.float32)
+    with torch.random.fork_rng():
+        torch.manual_seed(SEED)  # some families draw biases, to which `spread_weights` only adds
+        model = AutoModelForCausalLM.from_config(config_of(family, **overrides), dtype=torch.float32)
     spread_weights(model, *TUNED.get(family, (SEED, SPREAD)))
     return model
 
