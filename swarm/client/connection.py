@@ -77,8 +77,8 @@ class SwarmConnection:
             peer = await Peer.create(joining, AnnouncementValidator())
             emit = broadcast(self._listeners)
             planner = RoutePlanner(peer, config, model, emit)
-            suspicions = planner.router.suspicions
-            auditor = Auditor(lambda: planner.servers, suspicions, network.audit, file, emit)
+            router = planner.router
+            auditor = Auditor(lambda: router.usable(time.monotonic()), router.suspicions, network.audit, file, emit)
             return peer, planner, HopRequester(peer, self._options), auditor, wallet
 
         self._releases = _Releases()

@@ -81,6 +81,11 @@ class Router:
         """The servers that this client may use, as of the last update, including banned ones."""
         return self._snapshot
 
+    def usable(self, now: float) -> tuple[ServerInfo, ...]:
+        """The servers of the snapshot that are neither banned nor quarantined."""
+        avoid = self._avoided(now)
+        return tuple(one for one in self._snapshot.servers if one.peer_id not in avoid)
+
     def update(
         self,
         servers: Iterable[ServerInfo],
@@ -219,12 +224,15 @@ class Router:
 
     def _with_health(self, now: float, requirements: RouteRequirements) -> RouteRequirements:
         """The requirements plus the bans, penalties and measured overruns of the peers."""
-        avoid = requirements.avoid | self.health.banned_peers(now) | self.suspicions.quarantined(now)
+        avoid = requirements.avoid | self._avoided(now)
         penalties = Counter(self.health.penalties(now))
         penalties.update(self.links.penalties(now))
         if len(self.suspicions):
             penalties.update(self.suspicions.penalties((one.peer_id for one in self._snapshot.servers), now))
         return replace(requirements, avoid=avoid, penalties=penalties, overruns=self.overruns.charges(now))
+
+    def _avoided(self, now: float) -> frozenset[str]:
+        return self.health.banned_peers(now) | self.suspicions.quarantined(now)
 
     def _relayed(self) -> frozenset[str]:
         """Ids of the servers that are reached through relays, which may be lost and replaced within seconds."""

@@ -36,7 +36,7 @@ class Audits:
         self.events: list[Audited] = []
         self.suspicions = self.swarm.planner.router.suspicions
         self.auditor = Auditor(
-            lambda: tuple(self.swarm.announced.values()),
+            lambda: self.swarm.planner.router.usable(time.monotonic()),
             self.suspicions,
             1.0,
             file,
@@ -204,6 +204,18 @@ def test_witnesses_that_fail_are_left_out(span_model):
         assert all(event.agreed for event in audits.events)
 
     run(span_model, scenario, seed=3)
+
+
+def test_a_fast_server_that_fails_does_not_keep_slow_ones_from_being_known(span_model):
+    """Nothing is ever known of it, so it would always be the first of the new ones."""
+
+    async def scenario(audits: Audits) -> None:
+        audits.swarm.kill("a2")
+        for _ in range(8):
+            await audits.session()
+        assert {"a", "a3", "a4"} <= {event.peer_id for event in audits.events}
+
+    run(span_model, scenario, servers={**THRICE, "a4": (0, 3)})
 
 
 def test_a_client_that_ends_finishes_its_audits_if_it_keeps_what_it_learns(span_model, tmp_path):
