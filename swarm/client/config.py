@@ -13,7 +13,7 @@ from swarm.membership.invite import Invite
 from swarm.models.weights.quantization import QUANTIZATION_FORMS
 
 DEFAULT_AUDIT = 0.01
-"""Share of the work that is computed again, if nobody says anything else."""
+"""Share of the servers' work that is recomputed by default."""
 
 
 @dataclass(frozen=True)

@@ -53,7 +53,7 @@ def main(
     import uvloop
 
     from swarm.membership.invite import read_invite
-    from swarm.monitor.swarm_poller import SwarmPoller, no_opinions
+    from swarm.monitor.swarm_poller import SwarmPoller
     from swarm.transport.addresses import parse_peers
     from swarm.transport.p2p import quiet_hivemind
     from swarm.trust.opinion_file import read_opinions
@@ -61,7 +61,7 @@ def main(
 
     console.configure_logging(log_format)
     quiet_hivemind()
-    source = no_opinions if opinions is None else functools.partial(read_opinions, opinions)
+    source = dict if opinions is None else functools.partial(read_opinions, opinions)
     source()  # raises if the file cannot be read
     poller = SwarmPoller(parse_peers(peers), models, membership=read_invite(membership), opinions=source)
     with listen(host, port) as listening:

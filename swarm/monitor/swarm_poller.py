@@ -65,11 +65,6 @@ OpinionSource = Callable[[], Mapping[str, Opinion]]
 """Peer id -> what audits say of a server now. Raises `OpinionFileError`."""
 
 
-def no_opinions() -> Mapping[str, Opinion]:
-    """Of swarms in which nobody here audits."""
-    return NO_OPINIONS
-
-
 class SwarmSource(Protocol):
     """Where a `SwarmPoller` reads the state of the swarm."""
 
@@ -222,7 +217,7 @@ class SwarmPoller:
         period: seconds between polls while clients are watching.
         source: where to read the state; by default the swarm of the initial peers.
         membership: this peer's invite to a private swarm; None for an open swarm.
-        opinions: what audits say of servers, asked in a thread of its own.
+        opinions: called in another thread; by default, nothing is known of any server.
         now: returns the Unix time in seconds.
 
     Attributes:
@@ -236,7 +231,7 @@ class SwarmPoller:
         period: float = PERIOD_S,
         source: SwarmSource | None = None,
         membership: Invite | None = None,
-        opinions: OpinionSource = no_opinions,
+        opinions: OpinionSource = dict,
         now: Callable[[], float] = time.time,
     ) -> None:
         self.history = SwarmHistory()

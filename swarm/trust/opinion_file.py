@@ -10,7 +10,7 @@ from typing import Annotated
 
 import msgspec
 
-from swarm.common.files.atomic_file import replace_file
+from swarm.common.files.atomic_file import read_small, replace_file
 from swarm.common.large_payloads import in_thread
 from swarm.errors import OpinionFileError
 from swarm.routing.suspicion import MAX_PEERS, STRANGERS, Beliefs, Opinion, Suspicions
@@ -45,18 +45,14 @@ class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def read_beliefs(path: Path) -> Beliefs | None:
-    """What a file says, in Unix time; None if there is no file. Raises `OpinionFileError`."""
+    """Reads a file of opinions; its times are Unix times. None if it does not exist. Raises `OpinionFileError`."""
     try:
-        with open(path, "rb") as file:
-            content = file.read(MAX_FILE_BYTES + 1)
-        if len(content) > MAX_FILE_BYTES:
-            raise OpinionFileError(f"{path} is larger than a file of opinions may be ({MAX_FILE_BYTES} bytes)")
-        found = msgspec.json.decode(content, type=_File)
+        found = msgspec.json.decode(read_small(path, MAX_FILE_BYTES), type=_File)
     except FileNotFoundError:
         return None
     except OSError as error:
         raise OpinionFileError(f"the opinions in {path} cannot be read: {error.strerror or error}") from None
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except (msgspec.MsgspecError, ValueError) as error:
         raise OpinionFileError(
             f"{path} is not a file of opinions on servers ({error}); move it away to begin without any"
         ) from None
@@ -65,7 +61,7 @@ def read_beliefs(path: Path) -> Beliefs | None:
 
 
 def read_opinions(path: Path) -> dict[str, Opinion]:
-    """What a file says of servers now: peer id -> opinion. Raises `OpinionFileError`, also if there is no file."""
+    """Reads opinions as of now: peer id -> opinion. Raises `OpinionFileError`, even if there is no file."""
     if (found := read_beliefs(path)) is None:
         raise OpinionFileError(f"there is no {path}: a client writes it after its first audit, with --opinions {path}")
     now = time.time()
@@ -81,7 +77,7 @@ class OpinionFile:
     def __init__(self, path: Path) -> None:
         self._path = path
         if not path.parent.is_dir():
-            raise OpinionFileError(f"the opinions on servers cannot be kept in {path}: there is no such folder")
+            raise OpinionFileError(f"cannot keep opinions in {path}: there is no such folder; create it first")
         self._found = read_beliefs(path)
 
     def load(self, suspicions: Suspicions) -> None:

@@ -25,6 +25,7 @@ from typing import Annotated, TypeVar
 
 import msgspec
 
+from swarm.common.files.atomic_file import read_small
 from swarm.errors import PointsFileError, ProtocolViolation
 from swarm.protocol.messages import Points, Signed
 from swarm.protocol.messages.peers import PeerId
@@ -274,16 +275,12 @@ def encode_owners(owners: dict[str, Owner]) -> bytes:
 def read_owners(path: Path) -> dict[str, Owner]:
     """What a file of points says; nothing if there is none. Raises `PointsFileError`."""
     try:
-        with open(path, "rb") as file:
-            content = file.read(MAX_FILE_BYTES + 1)
-        if len(content) > MAX_FILE_BYTES:
-            raise PointsFileError(f"{path} is larger than a file of points may be ({MAX_FILE_BYTES} bytes)")
-        return msgspec.msgpack.decode(content, type=_File).owners
+        return msgspec.msgpack.decode(read_small(path, MAX_FILE_BYTES), type=_File).owners
     except FileNotFoundError:
         return {}
     except OSError as error:
         raise PointsFileError(f"the points in {path} cannot be read: {error.strerror or error}") from None
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except (msgspec.MsgspecError, ValueError) as error:
         raise PointsFileError(
             f"{path} is not a file of points ({error}); move it away to begin without points"
         ) from None

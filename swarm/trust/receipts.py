@@ -23,6 +23,7 @@ from typing import Annotated, TypeVar
 
 import msgspec
 
+from swarm.common.files.atomic_file import read_small
 from swarm.data_structures import ServerInfo, Span, WireFormat
 from swarm.errors import ProtocolViolation, ReceiptFileError
 from swarm.protocol.messages import MAX_SIGNATURE_BYTES, MAX_STATEMENT_BYTES, Receipt, Signed
@@ -219,11 +220,7 @@ class _File(msgspec.Struct, forbid_unknown_fields=True):
 def read_receipts(path: str | Path) -> list[Receipt]:
     """The receipts in a file, whose signatures are not checked yet. Raises `ReceiptFileError`."""
     try:
-        with open(path, "rb") as file:
-            content = file.read(MAX_FILE_BYTES + 1)
-        if len(content) > MAX_FILE_BYTES:
-            raise ReceiptFileError(f"{path} is larger than a file of receipts may be ({MAX_FILE_BYTES} bytes)")
-        parsed = msgspec.json.decode(content, type=_File)
+        parsed = msgspec.json.decode(read_small(Path(path), MAX_FILE_BYTES), type=_File)
         if parsed.format != FILE_FORMAT:
             raise ReceiptFileError(f"{path} has format {parsed.format}; this version reads format {FILE_FORMAT}")
         return [

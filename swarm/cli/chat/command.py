@@ -61,8 +61,8 @@ def main(
     signal.signal(signal.SIGTERM, _exit_on_signal)
     terminal = Terminal()
     peers = console.split_addresses(initial_peers)
-    network = {"digests": digests, "audit": audit, "opinions": opinions}
-    backend = _make_backend(terminal.interactive, model, peers, membership, network, weights_from)
+    network = {"digests": digests, "opinions": opinions}
+    backend = _make_backend(terminal.interactive, model, peers, membership, weights_from, audit, **network)
     try:
         options = AnswerOptions(temperature, max_tokens, early_exit)
         Dialogue(backend, terminal, options, terminal.readable(system, "--system")).run()
@@ -75,8 +75,9 @@ def _make_backend(
     model: str | None,
     peers: tuple[str, ...],
     membership: str | None,
-    network: dict[str, Any],
     weights_from: str,
+    audit: str,
+    **network: Any,
 ) -> SwarmBackend:
     if not peers:
         raise InvalidOption(
@@ -92,7 +93,7 @@ def _make_backend(
     from swarm.transport.p2p import quiet_hivemind
 
     quiet_hivemind()
-    options = NetworkOptions(**{**network, "audit": parse_share("--audit", network["audit"])})
+    options = NetworkOptions(audit=parse_share("--audit", audit), **network)
     return SwarmBackend(model, initial_peers=peers, membership=membership, network=options, weights_from=weights_from)
 
 

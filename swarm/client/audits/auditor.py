@@ -46,7 +46,7 @@ MAX_WITNESSES = 4
 """Servers that are asked about one sample."""
 
 CLOSE_TIMEOUT_S = 5.0
-"""Seconds that a client which ends goes on with the audits that wait."""
+"""How long `close` waits for unfinished audits, in seconds."""
 
 AUDIT_TIMEOUT_S = 120.0
 """Seconds that a server gets for a sample."""
@@ -94,7 +94,7 @@ class Auditor:
         self._task: asyncio.Task[None] | None = None
 
     def wants(self, hop: Hop) -> bool:
-        """Drawn anew each time, when the server has done its work; never where nobody could be asked."""
+        """Whether to audit this work: a new draw for each call. False if no server could be asked about it."""
         rate = self._suspicions.audit_rate(hop.server.peer_id, self._rate, self._now())
         return self._chance.random() < rate and any(is_witness(one, hop) for one in self._servers())
 
@@ -107,7 +107,7 @@ class Auditor:
             self._task = asyncio.get_running_loop().create_task(self._work())
 
     async def close(self) -> None:
-        """Give up what is not done; if the results are kept, only after `CLOSE_TIMEOUT_S`."""
+        """Drop the audits that wait. If there is a file, finish them first, for at most `CLOSE_TIMEOUT_S`."""
         if self._task is None:
             return
         if self._file is not None and not self._task.done():

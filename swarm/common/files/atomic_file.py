@@ -1,4 +1,4 @@
-"""Files that are replaced as a whole: a reader finds either the old content or the new one."""
+"""Small files, read and replaced as a whole: a reader finds either the old content or the new one."""
 
 from __future__ import annotations
 
@@ -6,6 +6,15 @@ import os
 import tempfile
 from contextlib import suppress
 from pathlib import Path
+
+
+def read_small(path: Path, max_bytes: int) -> bytes:
+    """The content of a file. Raises `ValueError` if it is larger, and reads no more than that."""
+    with path.open("rb") as file:
+        data = file.read(max_bytes + 1)
+    if len(data) > max_bytes:
+        raise ValueError(f"it is larger than {max_bytes} bytes")
+    return data
 
 
 def replace_file(path: Path, data: bytes) -> None:

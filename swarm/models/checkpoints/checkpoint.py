@@ -21,12 +21,13 @@ from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidat
 from safetensors import SafetensorError, safe_open
 from transformers import GenerationConfig, PreTrainedConfig
 
+from swarm.common.files.atomic_file import read_small
 from swarm.common.files.checked_json import fields, mapping, parse_json, text
 from swarm.common.files.gguf_header import SUFFIX, gguf_in, model_name, split_files
 from swarm.errors import CheckpointError, HubUnreachable, InvalidSpan, ModelNotFound, UnsupportedModel, UsageError
 from swarm.models.checkpoints import config_limits, packed_weights
 from swarm.models.checkpoints.block_digest import block_digest
-from swarm.models.checkpoints.config_reading import first_line, read_config, read_small, whole_config
+from swarm.models.checkpoints.config_reading import first_line, read_config, whole_config
 from swarm.models.checkpoints.gguf_weights import GgufFiles, GgufWeights, open_files
 from swarm.models.checkpoints.part_folder import PARTS_FILE, PartFolder, read_part_folder
 from swarm.models.checkpoints.safetensors_header import DTYPES, read_header

@@ -13,6 +13,7 @@ from huggingface_hub import constants
 from huggingface_hub.errors import EntryNotFoundError
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 
+from swarm.common.files.atomic_file import read_small
 from swarm.errors import ModelNotFound, UnsupportedModel
 from swarm.models.checkpoints import config_limits, packed_weights
 from swarm.models.checkpoints.gguf_weights import GgufFiles
@@ -85,15 +86,6 @@ def whole_config(path: Path, described: dict[str, Any]) -> PreTrainedConfig:
 
 def _config_of(described: dict[str, Any]) -> PreTrainedConfig:
     return CONFIG_MAPPING[described["model_type"]].from_dict(described)
-
-
-def read_small(path: Path, max_bytes: int) -> bytes:
-    """The content of a file. Raises `ValueError` if it is larger, and reads no more than that."""
-    with path.open("rb") as file:
-        data = file.read(max_bytes + 1)
-    if len(data) > max_bytes:
-        raise ValueError(f"it is larger than {max_bytes} bytes")
-    return data
 
 
 def first_line(error: Exception) -> str:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from huggingface_hub.errors import EntryNotFoundError
 
-from swarm.common.files.atomic_file import replace_file
+from swarm.common.files.atomic_file import read_small, replace_file
 from swarm.common.files.checked_json import fields, integer, items, mapping, parse_json, text, to_json
 from swarm.data_structures import WeightDigests
 from swarm.errors import DigestFileError, HubUnreachable, UnknownWeights
@@ -107,11 +107,7 @@ class DigestFile:
 def read_digest_file(path: Path) -> DigestFile:
     """Read a file of digests. Raises `DigestFileError` if it cannot be used."""
     try:
-        with path.open("rb") as file:
-            data = file.read(MAX_FILE_BYTES + 1)
-        if len(data) > MAX_FILE_BYTES:
-            raise ValueError(f"it is larger than {MAX_FILE_BYTES} bytes")
-        return _parse(parse_json(data))
+        return _parse(parse_json(read_small(path, MAX_FILE_BYTES)))
     except (OSError, ValueError, RecursionError) as error:
         why = error.strerror if isinstance(error, OSError) else str(error)
         raise DigestFileError(

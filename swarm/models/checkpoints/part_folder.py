@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from swarm.common.files.atomic_file import read_small
 from swarm.common.files.checked_json import fields, integer, items, mapping, parse_json, text, to_json
 from swarm.models.checkpoints.config_limits import MAX_BLOCKS
 
@@ -55,12 +56,9 @@ class PartFolder:
 def read_part_folder(folder: Path) -> PartFolder | None:
     """What `PARTS_FILE` says; None if the folder has none. Raises `ValueError`, `RecursionError` or `OSError`."""
     try:
-        with (folder / PARTS_FILE).open("rb") as file:
-            data = file.read(MAX_FILE_BYTES + 1)
+        data = read_small(folder / PARTS_FILE, MAX_FILE_BYTES)
     except (FileNotFoundError, NotADirectoryError):
         return None
-    if len(data) > MAX_FILE_BYTES:
-        raise ValueError(f"it is larger than {MAX_FILE_BYTES} bytes")
     version, model, revision, blocks, tensors = fields(
         parse_json(data), ("format", "model", "revision", "blocks", "tensors")
     )

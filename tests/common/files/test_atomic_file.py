@@ -6,7 +6,7 @@ import stat
 
 import pytest
 
-from swarm.common.files.atomic_file import replace_file
+from swarm.common.files.atomic_file import read_small, replace_file
 
 
 @pytest.fixture
@@ -20,6 +20,12 @@ def test_it_replaces_what_is_there(path):
     replace_file(path, b"new")
     assert path.read_bytes() == b"new"
     assert list(path.parent.iterdir()) == [path]
+
+
+def test_only_small_files_are_read(path):
+    assert read_small(path, 3) == b"old"
+    with pytest.raises(ValueError, match="it is larger than 2 bytes"):
+        read_small(path, 2)
 
 
 def test_it_makes_a_file_that_was_not_there(tmp_path):
