@@ -308,7 +308,9 @@ class HopTiming:
     Attributes:
         total: from the request to the reply, as measured by the client.
         compute: time that the server spent in its blocks.
+        sessions: for how many it computes at present.
     """
 
     total: float
     compute: float
+    sessions: int = 1

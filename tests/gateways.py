@@ -72,6 +72,7 @@ def run_gateway(
     keys: Path | None = None,
     with_monitor: bool = False,
     exits: Sequence[Path] = (),
+    drafts: Sequence[str] = ("copies",),
     log: Path | None = None,
     **options: Any,
 ) -> Iterator[GatewayProcess]:
@@ -84,7 +85,18 @@ def run_gateway(
     options = {"initial_peers": swarm.addresses, "wire": "none", **options}
     sources = [str(model) for model in models] or [swarm.model]
     ours, theirs = FORKS.Pipe()
-    arguments = (sources, options, settings or GatewaySettings(), keys, with_monitor, exits, theirs, swarm.folder, log)
+    arguments = (
+        sources,
+        options,
+        settings or GatewaySettings(),
+        keys,
+        with_monitor,
+        exits,
+        drafts,
+        theirs,
+        swarm.folder,
+        log,
+    )
     process = FORKS.Process(target=_serve, args=arguments, daemon=True)
     process.start()
     theirs.close()
@@ -112,6 +124,7 @@ def _serve(
     keys: Path | None,
     with_monitor: bool,
     exits: Sequence[Path],
+    drafts: Sequence[str],
     connection: Connection,
     folder: str,
     log: Path | None,
@@ -122,7 +135,7 @@ def _serve(
     prepare(folder, log)
     try:
         address = ListenAddress("127.0.0.1", 0)
-        serve_gateway(sources, options, settings, keys, address, with_monitor, exits, connection.send)
+        serve_gateway(sources, options, settings, keys, address, with_monitor, exits, drafts, connection.send)
     except Exception as error:
         connection.send(error)
         raise

@@ -29,7 +29,7 @@ def slow_network(path: Path, spans: Sequence[str], delay: float) -> Iterator[Any
 
 
 @contextmanager
-def slow_servers(path: Path, spans: Sequence[str], delay: float) -> Iterator[str]:
+def slow_servers(path: Path, spans: Sequence[str], delay: float, throughput: str = "1000") -> Iterator[str]:
     """Run a server for each span on a slow network; yields the address to join by."""
     with ExitStack() as ends:
         bootstrap = PeerProcess(("swarm.dht", "--host-maddrs", LOOPBACK))
@@ -38,7 +38,7 @@ def slow_servers(path: Path, spans: Sequence[str], delay: float) -> Iterator[str
         processes = []
         for blocks in spans:
             where = ("--initial-peers", address, "--host-maddrs", LOOPBACK)
-            options = (str(path), "--blocks", blocks, *where, "--threads", "1", "--throughput", "1000")
+            options = (str(path), "--blocks", blocks, *where, "--threads", "1", "--throughput", throughput)
             processes.append(PeerProcess(("benchmarks.common.delayed", str(delay), *options)))
             ends.callback(processes[-1].stop)
         for process in processes:

@@ -176,9 +176,7 @@ class InferenceSession:
         """
         sequences, new, _ = hidden.shape
         layout, real = self._next_layout(sequences, new, mask, positions)
-        if rope_lengths is None and self.rope_limit is not None:
-            ends = tuple(max(end, self.text_length) for end in layout.ends)
-            rope_lengths = ends if max(ends) > self.rope_limit and new > 1 else None
+        rope_lengths = rope_lengths or self._rope_lengths(layout, new)
         layout = replace(layout, rope_lengths=rope_lengths)
         max_slots = max(1, MAX_REQUEST_TOKENS // sequences)
         if layout.tokens:
@@ -196,6 +194,13 @@ class InferenceSession:
             result = self._compute_chunks(hidden, layout, real, chunk)
         self.cache.commit(sequences, new, real, tokens)
         return result
+
+    def _rope_lengths(self, layout: StepLayout, new: int) -> tuple[int, ...] | None:
+        """See `StepLayout`; None where they make no difference."""
+        if self.rope_limit is None or new == 1:
+            return None
+        ends = tuple(max(end, self.text_length) for end in layout.ends)
+        return ends if max(ends) > self.rope_limit else None
 
     def _next_layout(
         self, sequences: int, new: int, mask: torch.Tensor | None, positions: torch.Tensor | None
@@ -222,17 +227,18 @@ class InferenceSession:
         exits: ExitTerms | None = None,
         exit_block: int | None = None,
     ) -> StepUnderWay:
-        """Send the hidden states of a new slot of each sequence off, without waiting for what becomes of them.
+        """Send the hidden states of new slots off, without waiting for what becomes of them.
 
         Takes the same as `compute`, and raises the same. Steps that were begun are settled in order, or given up.
 
         Args:
-            exits: when tokens may leave inside a server's span, after `prepare_for`.
-            exit_block: the first in front of which the caller may let them leave. Servers that begin there or behind
-                let steps go first for which others wait.
+            exits: when tokens may leave inside a server's span, after `prepare_for`; then there is one new slot.
+            exit_block: the first in front of which the caller may let them leave; 0 for guesses. Servers that begin
+                there or behind let steps go first for which others wait.
         """
         sequences, new, _ = hidden.shape
         layout, real = self._next_layout(sequences, new, mask, positions)
+        layout = replace(layout, rope_lengths=self._rope_lengths(layout, new))
         chain = self._open_chain()
         inputs = hidden if self._local is None else self._local.compute(hidden, real, layout)
         packed = pack_hidden(inputs, real, self._connection.config.wire)

@@ -103,6 +103,20 @@ def opinions_option(text: str) -> Callable[[F], F]:
     return click.option("--opinions", type=click.Path(dir_okay=False, path_type=Path), help=text)
 
 
+def draft_option(function: F) -> F:
+    """Add `--draft DRAFT`, for every command that writes texts."""
+    return click.option(
+        "--draft",
+        "drafts",
+        multiple=True,
+        metavar="DRAFT",
+        default=("copies",),
+        help="What guesses the next tokens, so that many are under way at once: 'copies' for what stood in the text "
+        "before, or the folder or hub id of a small model with the same tokens, which runs here. May be repeated; "
+        "'none' for nothing. Answers stay the same.  [default: copies]",
+    )(function)
+
+
 def weights_from_option(function: F) -> F:
     """Add `--weights-from`, for every command that has a client's part of a model."""
     return click.option(

@@ -62,6 +62,7 @@ if TYPE_CHECKING:
 )
 @console.digests_option
 @console.weights_from_option
+@console.draft_option
 @click.option(
     "--early-exit",
     type=click.FloatRange(0, 1),
@@ -112,7 +113,7 @@ def main(**options: Any) -> None:
         client["initial_peers"] = peers
     address = ListenAddress(options["host"], options["port"])
     models = options["models"] or (None,)
-    serve_gateway(models, client, settings, options["keys"], address, True, options["exits"])
+    serve_gateway(models, client, settings, options["keys"], address, True, options["exits"], options["drafts"])
 
 
 def _gateway_settings(options: Mapping[str, Any]) -> GatewaySettings:

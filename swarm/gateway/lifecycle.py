@@ -23,7 +23,7 @@ from swarm.gateway.app import make_app
 from swarm.gateway.gateway_state import GatewayState
 from swarm.gateway.openai.api_errors import ServiceUnavailable
 from swarm.gateway.settings import GatewaySettings
-from swarm.generation.served_model import ServedModel
+from swarm.generation.served_model import ServedModel, add_drafts
 from swarm.metrics.registry import EventLoopMetrics, new_registry
 from swarm.monitor.http_routes import make_routes
 from swarm.monitor.swarm_poller import SwarmPoller
@@ -51,6 +51,7 @@ def serve_gateway(
     address: ListenAddress,
     with_monitor: bool,
     exits: Sequence[Path] = (),
+    drafts: Sequence[str] = ("copies",),
     on_ready: Callable[[str], None] = lambda url: None,
 ) -> None:
     """Serve until SIGINT or SIGTERM.
@@ -61,11 +62,13 @@ def serve_gateway(
         key_file: None lets everyone in.
         with_monitor: whether the monitor is at `/monitor/`.
         exits: folders of `model.save_exits`, each for one of the models.
+        drafts: see `ServedModel.add_draft`; each is for all models with its tokens.
         on_ready: called with the gateway's URL when it accepts requests.
 
     Raises:
         KeyFileError: the key file cannot be used.
-        InvalidOption: other machines can reach the gateway, and it has neither keys nor `settings.open`.
+        InvalidOption: other machines can reach the gateway, and it has neither keys nor `settings.open`; or a draft is
+            for none of the models.
         AddressUnavailable: the address is taken or does not exist.
         UsageError: a model cannot be loaded, or no initial peer answers, see `from_pretrained`.
         AdapterMismatch, AdapterError: exits are for none of the models, or cannot be read.
@@ -75,6 +78,7 @@ def serve_gateway(
         listening = stack.enter_context(listen(address.host, address.port))
         _require_keys(address, settings, has_keys=keys is not None, is_reachable=not is_loopback(listening))
         models = _load_models(stack, sources, options, exits)
+        add_drafts(models, drafts)
         gateway = GatewayState(models, settings, keys, new_registry())
         stack.callback(gateway.close)
         joined = models[0].model.swarm.config

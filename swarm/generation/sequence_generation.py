@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import CancelledError
 from dataclasses import dataclass, field
@@ -24,7 +25,7 @@ from typing import Any
 
 import torch
 
-from swarm.client.routes.events import ExitTaken, ExitVerified, SessionEvent
+from swarm.client.routes.events import ExitTaken, ExitVerified, GuessVerified, SessionEvent
 from swarm.client.session import InferenceSession
 from swarm.client.threads.compute_lock import ComputeTicket
 from swarm.errors import NoExitClassifiers, ProcessorsWithState, SwarmError, UsageError
@@ -197,6 +198,7 @@ class SequenceGeneration:
     Attributes:
         tokens: number of tokens generated so far.
         exits: those that left early.
+        guesses: how many were verified, by draft and whether they stood.
     """
 
     def __init__(
@@ -204,6 +206,7 @@ class SequenceGeneration:
     ) -> None:
         self.tokens = 0
         self.exits = ExitCounts()
+        self.guesses: Counter[tuple[str, bool]] = Counter()
         self._on_event = on_event
         self._served = served
         self._request = request
@@ -309,12 +312,13 @@ class SequenceGeneration:
             streamer=streamer if request.provisional else None,
             **self._model_settings(),
         )
+        drafts = self._served.drafts if request.early_exit is None else ()
         try:
-            generate(early_exit=request.early_exit)
+            generate(early_exit=request.early_exit, draft=drafts)
         except (NoExitClassifiers, ProcessorsWithState) as error:
-            if isinstance(error, ProcessorsWithState) and request.is_exit_asked:
+            if isinstance(error, ProcessorsWithState) and request.early_exit is not None and request.is_exit_asked:
                 raise
-            self._served.warn_once(f"No token leaves early: {error}")
+            self._served.warn_once(f"{'No token is guessed' if drafts else 'No token leaves early'}: {error}")
             generate(early_exit=None)  # goes on behind the prompt, if that is computed
 
     def _model_settings(self) -> dict[str, Any]:
@@ -347,6 +351,8 @@ class SequenceGeneration:
     def _on_session_event(self, event: SessionEvent) -> None:
         if isinstance(event, ExitTaken | ExitVerified):
             self.exits.count(event)  # up to two a token: not worth an event each
+        elif isinstance(event, GuessVerified):
+            self.guesses[event.draft, event.stands] += 1
         else:
             self._emit(event)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -129,6 +129,12 @@ class SequenceGroup:
             exits = ExitCounts.total(generation.exits for generation in self._generations)
             approximate = not all(options.verify for options in self._early_exits)
             summary["early_exit"] = {"approximate": approximate, "exits": exits.details()}
+        guesses = sum((generation.guesses for generation in self._generations), Counter[tuple[str, bool]]())
+        if guesses:
+            summary["guesses"] = [
+                {"draft": draft, "stood": guesses[draft, True], "wrong": guesses[draft, False]}
+                for draft in sorted({draft for draft, _ in guesses})
+            ]
         return summary
 
     def abort(self, error: SwarmError) -> None:

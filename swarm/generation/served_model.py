@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -11,13 +12,16 @@ from importlib.util import find_spec
 from typing import Any
 
 from swarm.client.model.auto_model import AutoDistributedModelForCausalLM
+from swarm.client.model.speculation import draft_sources
+from swarm.client.speculation.drafts import DraftSource
 from swarm.client.threads.compute_lock import ComputeLock
 from swarm.common.warn_once import WarnOnce
-from swarm.errors import UnsupportedModel
+from swarm.errors import InvalidOption, UnsupportedModel, UsageError
 from swarm.generation.formats.response_format import GrammarCompiler
 from swarm.generation.formats.thinking import ThinkingSyntax, thinking_syntax
 from swarm.generation.formats.tool_calls import ToolSyntax, tool_syntax
 from swarm.models.checkpoints.checkpoint import Checkpoint
+from swarm.models.checkpoints.partial_loading import load_local_model
 from swarm.models.cutting.families import check_images
 from swarm.models.tokenizers.chat_template import template_text
 from swarm.models.tokenizers.end_token import add_end_token
@@ -40,6 +44,7 @@ class ServedModel:
         model: the distributed model.
         prompts: makes tokens of conversations and texts.
         no_images: why it takes no images here; empty if it does.
+        drafts: what makes the drafts of each text.
         compute_lock: lets one sequence at a time compute its local part.
         created: Unix time.
     """
@@ -49,6 +54,7 @@ class ServedModel:
     tokenizer: Any
     prompts: PromptProcess
     no_images: str = "this model takes no images; leave them out"
+    drafts: list[DraftSource] = field(default_factory=list)
     compute_lock: ComputeLock = field(default_factory=ComputeLock)
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -80,6 +86,20 @@ class ServedModel:
             add_end_token(model, tokenizer.eos_token_id)  # which may be its class's, and in no file
             on_failure.pop_all()
         return cls(checkpoint.name, model, tokenizer, prompts, _why_no_images(checkpoint))
+
+    def add_draft(self, draft: str) -> bool:
+        """Let a draft guess in all texts: "copies", or the folder or hub id of a small model, which is loaded here.
+
+        Returns:
+            whether it has the same tokens as this model; else nothing happens.
+        """
+        if draft != "copies":
+            if load_tokenizer(draft).get_vocab() != self.tokenizer.get_vocab():
+                return False
+            self.drafts += draft_sources(load_local_model(draft).eval())
+        else:
+            self.drafts += draft_sources(draft)
+        return True
 
     def close(self) -> None:
         """Leave the swarm, and end the process that makes prompts."""
@@ -134,6 +154,26 @@ class ServedModel:
         held = {block for server in self.model.swarm.servers() for block in range(server.span.start, server.span.end)}
         needed = range(self.model.swarm.span.start, self.model.swarm.span.end)
         return tuple(block for block in needed if block not in held)
+
+
+def add_drafts(models: Sequence[ServedModel], drafts: Sequence[str]) -> None:
+    """Let each draft guess for all models with its tokens; "none" is no draft.
+
+    Raises:
+        InvalidOption: a draft cannot be loaded, or none of the models has its tokens.
+    """
+    for draft in drafts:
+        if draft == "none":
+            continue
+        try:
+            fits = [served for served in models if served.add_draft(draft)]
+        except (OSError, ValueError, UsageError) as error:
+            raise InvalidOption(f"--draft {draft} cannot be loaded: {error}") from error
+        if not fits:
+            names = ", ".join(served.name for served in models)
+            raise InvalidOption(
+                f"--draft {draft} has other tokens than {names}; use a small model of the same family, or 'copies'"
+            )
 
 
 def _why_no_images(checkpoint: Checkpoint) -> str:

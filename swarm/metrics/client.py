@@ -21,6 +21,9 @@ BAN_REASONS: Mapping[str, str] = {
 }
 """Labels for the reasons of `swarm.routing.peer_health.PeerFailure`, which this package must not import."""
 
+DRAFTS = ("copies", "model")
+"""Labels of drafts; others are a caller's own."""
+
 
 class ClientMetrics:
     """Metrics of all sessions of a process.
@@ -65,6 +68,12 @@ class ClientMetrics:
             ["block", "outcome"],
             registry=registry,
         )
+        self._guesses = Counter(
+            "swarm_client_guesses_total",
+            "Guesses of speculative decoding that were verified, by draft and whether they stood.",
+            ["draft", "outcome"],
+            registry=registry,
+        )
         self._audits = Counter(
             "swarm_client_audits_total",
             "Servers whose results were compared with others, by outcome.",
@@ -81,6 +90,9 @@ class ClientMetrics:
             "ExitTaken": lambda event: self._exits.labels(str(event.block)).inc(),
             "ExitVerified": lambda event: self._verified.labels(
                 str(event.block), "stood" if event.stands else "given_up"
+            ).inc(),
+            "GuessVerified": lambda event: self._guesses.labels(
+                event.draft if event.draft in DRAFTS else OTHER, "stood" if event.stands else "given_up"
             ).inc(),
             "PeerAvoided": lambda event: self._bans.labels(BAN_REASONS.get(event.reason, OTHER)).inc(),
         }

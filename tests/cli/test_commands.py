@@ -27,7 +27,7 @@ OPTIONS = {
     },
     "chat": {
         "model", "--initial-peers", "--membership", "--system", "--temperature",
-        "--max-tokens", "--early-exit", "--digests", "--audit", "--opinions", "--weights-from", "--help",
+        "--max-tokens", "--early-exit", "--draft", "--digests", "--audit", "--opinions", "--weights-from", "--help",
     },
     "doctor": {
         "model", "--initial-peers", "--membership", "--device", "--host-maddrs", "--json", "--help",
@@ -39,7 +39,7 @@ OPTIONS = {
         "models", "--initial-peers", "--membership", "--host", "--port", "--keys", "--open", "--host-name",
         "--concurrent", "--cors", "--public-status",
         "--wire", "--exact", "--audit", "--opinions", "--points", "--digests", "--weights-from", "--early-exit",
-        "--exits-from", "--approximate-exits",
+        "--draft", "--exits-from", "--approximate-exits",
         "--log-format", "--help",
     },
     "worker": {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -24,6 +25,7 @@ class FakeGeneration:
         self.works = request.prompt[0] > 0
         self.on_event = on_event
         self.exits = ExitCounts()
+        self.guesses: Counter[tuple[str, bool]] = Counter()
         self.running = False
 
     def start(self) -> None:

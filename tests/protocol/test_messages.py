@@ -149,6 +149,7 @@ SERVER_MESSAGES: dict[type, st.SearchStrategy[messages.ServerMessage]] = {
         input_checksum=checksums,
         pushed=st.booleans(),
         left=st.none() | sequences,
+        sessions=counts,
     ),
     messages.ReplayReply: st.builds(
         messages.ReplayReply, format=formats, dtype=names, compute_ms=milliseconds, input_checksum=checksums

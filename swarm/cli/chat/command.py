@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 @console.digests_option
 @console.audit_options
 @console.weights_from_option
+@console.draft_option
 @click.option("--system", default="", help="System prompt: instructions for the model.")
 @click.option(
     "--temperature", type=click.FloatRange(0, 2), help="0 always takes the likeliest token.  [default: the model's]"
@@ -45,6 +46,7 @@ def main(
     audit: str,
     opinions: Path | None,
     weights_from: str,
+    drafts: tuple[str, ...],
     system: str,
     temperature: float | None,
     max_tokens: int | None,
@@ -64,6 +66,7 @@ def main(
     network = {"digests": digests, "opinions": opinions}
     backend = _make_backend(terminal.interactive, model, peers, membership, weights_from, audit, **network)
     try:
+        backend.add_drafts(drafts)
         options = AnswerOptions(temperature, max_tokens, early_exit)
         Dialogue(backend, terminal, options, terminal.readable(system, "--system")).run()
     finally:

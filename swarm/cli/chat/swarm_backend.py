@@ -28,7 +28,7 @@ from swarm.generation.sequence_generation import SequenceEvent
 from swarm.generation.sequence_group import SequenceGroup
 from swarm.generation.sequence_output import SequenceDelta
 from swarm.generation.sequence_request import SequenceRequest
-from swarm.generation.served_model import ServedModel
+from swarm.generation.served_model import ServedModel, add_drafts
 
 MAX_SERVER_NAME_CHARACTERS = 40
 """Of a server's name, as far as it is shown."""
@@ -52,6 +52,10 @@ class SwarmBackend:
     @property
     def model(self) -> str:
         return self._served.name
+
+    def add_drafts(self, drafts: Sequence[str]) -> None:
+        """Let drafts guess in all answers; see `swarm.generation.served_model.add_drafts`."""
+        add_drafts([self._served], drafts)
 
     def answer(self, messages: Sequence[ConversationMessage], options: AnswerOptions, on_piece: OnPiece) -> None:
         """Answer the last message. Ctrl-C ends the answer and its session with `KeyboardInterrupt`.

@@ -22,6 +22,7 @@ from swarm.client.early_exit.exit_terms import terms_for
 from swarm.client.early_exit.options import EarlyExit
 from swarm.client.early_exit.token_output import TokenOutput
 from swarm.client.routes.events import ExitTaken, ExitVerified
+from swarm.client.sampling import PositionNoise, Sampling
 from swarm.client.session import InferenceSession, StepUnderWay
 from swarm.models.exits.confidence import decayed_threshold, softmax_response, state_similarity
 from swarm.models.exits.trained_exits import TrainedExits
@@ -35,27 +36,6 @@ KEPT_SHARE = 0.8
 
 TRIED_EVERY = 16
 """Where looking does not pay, one token in so many is looked at, to see whether that has changed."""
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """How tokens are chosen, as transformers' `generate` has prepared it.
-
-    Attributes:
-        process: sequences `[R, T]` and logits `[R, V]` to processed logits.
-        is_finished: sequences `[R, T]` to whether each is finished, `[R]` bool. Asked once for each token that stands.
-        sample: whether tokens are drawn at random, or are the likeliest.
-        pad: token that follows the end of a sequence; None if sequences have no end.
-        ends: tokens that end a sequence; None if none does.
-        max_length: of a sequence.
-    """
-
-    process: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-    is_finished: Callable[[torch.Tensor], torch.Tensor]
-    sample: bool
-    pad: torch.Tensor | None
-    ends: torch.Tensor | None
-    max_length: int
 
 
 class ForwardParts(Protocol):
@@ -77,13 +57,11 @@ class _Guess:
 
     Attributes:
         tokens_R: chosen.
-        scores_RV: processed logits from which they were.
         open_R: sequences that have not ended with them.
         block: in front of which the token left.
     """
 
     tokens_R: torch.Tensor
-    scores_RV: torch.Tensor
     open_R: torch.Tensor
     block: int
 
@@ -141,6 +119,7 @@ class ExitDecoder:
         self._reader = HiddenReader(options, exits, model.logits)
         self._flights: deque[_Flight] = deque()
         self._looks = LookMeter()
+        self._noise = PositionNoise()
         self._tokens_RT = torch.empty(0, 0, dtype=torch.long)
         self._open_R = torch.empty(0, dtype=torch.bool)
         self._prompt_length = 0
@@ -154,7 +133,7 @@ class ExitDecoder:
         """
         self._tokens_RT, self._prompt_length = prompt_RT, prompt_RT.shape[1]
         self._open_R = torch.ones(len(prompt_RT), dtype=torch.bool, device=prompt_RT.device)
-        self._add(self._chosen(self._sampling.process(prompt_RT, logits_RV)))
+        self._add(self._chosen(prompt_RT, logits_RV))
         try:
             while bool(self._open_R.any()):
                 newest = self._flights[-1] if self._flights else None
@@ -170,6 +149,7 @@ class ExitDecoder:
             self._output.keep_provisional(0)
             if self._flights:
                 self._session.give_up(self._flights[0].step)
+            self._noise.end(self._tokens_RT.shape[1])
         return self._tokens_RT
 
     def _send(self, tokens_RT: torch.Tensor, open_R: torch.Tensor) -> None:
@@ -202,8 +182,7 @@ class ExitDecoder:
             elif is_answered():
                 self._settle(self._flights.popleft())
             return
-        # A drawn token must stay: another one in its place would not have the distribution that verification assumes.
-        watched = [one for one in self._flights if one.looks and (one.guess is None or not self._sampling.sample)]
+        watched = [one for one in self._flights if one.looks]
         self._session.wait(lambda: is_answered() or any(self._come(one, boundaries) for one in watched))
         if is_answered():
             self._settle(self._flights.popleft())
@@ -242,8 +221,7 @@ class ExitDecoder:
         blocks_R = [one or block for one in left_R]
         if logits_RV is None or any(left_R):
             logits_RV = self._reader.logits(hidden_R1H, blocks_R)
-        scores_RV = self._sampling.process(flight.tokens_RT, logits_RV)
-        tokens_R = self._padded(self._chosen(scores_RV), flight.open_R)
+        tokens_R = self._padded(self._chosen(flight.tokens_RT, logits_RV), flight.open_R)
         if flight.guess is not None:
             if torch.equal(tokens_R, flight.guess.tokens_R):
                 return
@@ -255,7 +233,7 @@ class ExitDecoder:
         else:
             self._add(tokens_R)
             open_R = self._open_R  # certain: stopping criteria have seen the tokens
-        flight.guess = _Guess(tokens_R, scores_RV, open_R, block)
+        flight.guess = _Guess(tokens_R, open_R, block)
 
     def _threshold(self, flight: _Flight, block: int) -> float | None:
         """The threshold for a token in front of `block`; None if it may not leave there."""
@@ -287,15 +265,11 @@ class ExitDecoder:
         self._session.settle(flight.step)
         if guess is not None and not self._options.verify:
             return
-        scores_RV = self._sampling.process(flight.tokens_RT, self._reader.logits(outputs_R1H, blocks_R))
+        tokens_R = self._chosen(flight.tokens_RT, self._reader.logits(outputs_R1H, blocks_R))
+        tokens_R = self._padded(tokens_R, self._open_R)
         if guess is None:
             self._report_exits(flight, blocks_R)
-            return self._add(self._padded(self._chosen(scores_RV), self._open_R))
-        if self._sampling.sample:
-            tokens_R = verify_sampled(guess.tokens_R, guess.scores_RV, scores_RV)
-        else:
-            tokens_R = scores_RV.argmax(-1)
-        tokens_R = self._padded(tokens_R, self._open_R)
+            return self._add(tokens_R)
         stands = torch.equal(tokens_R, guess.tokens_R)
         self._session.report(ExitVerified(guess.block, stands))
         if not stands:
@@ -314,13 +288,16 @@ class ExitDecoder:
     def _add(self, tokens_R: torch.Tensor) -> None:
         """The next token of each sequence is certain."""
         self._tokens_RT = _extended(self._tokens_RT, tokens_R)
+        self._noise.forget(self._tokens_RT.shape[1])
         self._open_R = self._open_R & ~self._sampling.is_finished(self._tokens_RT)
         self._output.put(tokens_R)
 
-    def _chosen(self, scores_RV: torch.Tensor) -> torch.Tensor:
+    def _chosen(self, tokens_RT: torch.Tensor, logits_RV: torch.Tensor) -> torch.Tensor:
+        """The successors `[R]` of sequences, from the logits behind them."""
+        scores_RV = self._sampling.process(tokens_RT, logits_RV)
         if not self._sampling.sample:
             return scores_RV.argmax(-1)
-        return torch.multinomial(scores_RV.softmax(-1), 1).squeeze(1)
+        return self._noise.draw(scores_RV.softmax(-1), tokens_RT.shape[1])
 
     def _padded(self, tokens_R: torch.Tensor, open_R: torch.Tensor) -> torch.Tensor:
         """The tokens, and the padding token for sequences that have ended."""
@@ -413,31 +390,3 @@ class LookMeter:
 
 def _averaged(before: float | None, value: float) -> float:
     return value if before is None else KEPT_SHARE * before + (1 - KEPT_SHARE) * value
-
-
-def verify_sampled(
-    guess_R: torch.Tensor,
-    guess_scores_RV: torch.Tensor,
-    scores_RV: torch.Tensor,
-    generator: torch.Generator | None = None,
-) -> torch.Tensor:
-    """Tokens with the full model's distribution, `[R]`: the guesses, or others in their place.
-
-    A guess stands with the probability that makes it so (Leviathan et al., "Fast Inference from Transformers via
-    Speculative Decoding", 2023, section 2.3 and appendix A.1).
-
-    Args:
-        guess_R: tokens that were drawn from the softmax of `guess_scores_RV`.
-        guess_scores_RV: processed logits where the tokens left.
-        scores_RV: the full model's processed logits.
-        generator: of random numbers, on the device of the tokens; None for torch's own.
-    """
-    expected_RV, guessed_RV = scores_RV.float().softmax(-1), guess_scores_RV.float().softmax(-1)
-    place_R1 = guess_R.unsqueeze(1)
-    ratio_R = (expected_RV.gather(1, place_R1) / guessed_RV.gather(1, place_R1)).squeeze(1)
-    stands_R = torch.rand(len(guess_R), generator=generator, device=guess_R.device) < ratio_R
-    rest_RV = (expected_RV - guessed_RV).clamp(min=0)
-    # Where both distributions are the same up to rounding, nothing is rejected, but a sum of zero could not be sampled.
-    rest_RV = torch.where(rest_RV.sum(-1, keepdim=True) > 0, rest_RV, expected_RV)
-    other_R = torch.multinomial(rest_RV, 1, generator=generator).squeeze(1)
-    return torch.where(stands_R, guess_R, other_R)

@@ -136,12 +136,20 @@ class HopClock:
         self.late_from = self._start + self._timeouts.late_after(first_tokens if first_tokens is not None else tokens)
 
     def on_reply(
-        self, number: int, tokens: int, compute_seconds: float, continues: bool, now: float, full: bool = True
+        self,
+        number: int,
+        tokens: int,
+        compute_seconds: float,
+        continues: bool,
+        now: float,
+        full: bool = True,
+        sessions: int = 1,
     ) -> None:
         """The server has answered a step of so many tokens, which `continues` the call of the step before.
 
         Args:
             full: the tokens have passed all blocks. Others take less time, which says nothing about these.
+            sessions: for how many the server computes.
         """
         seconds = compute_seconds  # if the answer overtakes the notice of a push, the step's start is not known
         if self._timed_step == number:
@@ -151,9 +159,8 @@ class HopClock:
                 self.measured += 1
                 self._newest = seconds, tokens
         if self.timing is not None and continues:
-            self.timing = HopTiming(self.timing.total + seconds, self.timing.compute + compute_seconds)
-        else:
-            self.timing = HopTiming(seconds, compute_seconds)
+            seconds, compute_seconds = self.timing.total + seconds, self.timing.compute + compute_seconds
+        self.timing = HopTiming(seconds, compute_seconds, sessions)
         self.deadline = self.late_from = NO_DEADLINE
         self._start = now
 
@@ -323,18 +330,27 @@ class HopProgress:
             self.pushed = max(self.pushed, number)
             self._start_clock(number, now)
 
-    def on_reply(self, number: int, compute_seconds: float, was_pushed: bool, now: float, full: bool = True) -> bool:
+    def on_reply(
+        self,
+        number: int,
+        compute_seconds: float,
+        was_pushed: bool,
+        now: float,
+        full: bool = True,
+        sessions: int = 1,
+    ) -> bool:
         """The server has answered an EXPECTED step. False if an answer before it was lost: it cannot be taken.
 
         Args:
             full: the step's tokens have passed all blocks.
+            sessions: for how many the server computes.
         """
         if number > next(iter(self._expected)):
             self._on_reply_missed(number)
             return False
         outputs = self._expected.pop(number)
         continues = number > self._first_of_call
-        self.clock.on_reply(number, outputs.tokens, compute_seconds, continues, now, full)
+        self.clock.on_reply(number, outputs.tokens, compute_seconds, continues, now, full, sessions)
         self.last_was_pushed = was_pushed
         self.replied = number
         if number > self._newest:

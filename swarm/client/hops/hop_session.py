@@ -386,7 +386,7 @@ class HopSession:
         if left is not None:
             outputs = replace(outputs, left=left)
         now, is_full = time.perf_counter(), not any(left or ())
-        if not self.progress.on_reply(reply.step, reply.compute_ms / 1e3, reply.pushed, now, is_full):
+        if not self.progress.on_reply(reply.step, reply.compute_ms / 1e3, reply.pushed, now, is_full, reply.sessions):
             return False
         self.claims.add(reply.step, Claim(reply.input_checksum))
         self._on_reply(self, reply.step, outputs)

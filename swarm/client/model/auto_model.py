@@ -305,6 +305,7 @@ def _assemble_model(connection: SwarmConnection, request: _ModelRequest) -> Any:
     object.__setattr__(model, "remote_layer", layer)
     object.__setattr__(model, "swarm", connection)
     object.__setattr__(model, "_active", ActiveSessions())
+    object.__setattr__(model, "_guess_memory", {})
     object.__setattr__(model, "_tower", ImageTower(checkpoint, model, request.dtype))
     if task == "CAUSAL_LM":
         add_end_token(model, tokenizer_end_token(checkpoint.fetch))

@@ -1,14 +1,14 @@
 """Mixins of distributed models: what they add to their transformers class (sessions, `generate`, saving).
 
-Speculative decoding (Leviathan et al. 2023) is transformers' own assisted generation: a draft model at this client, or
-the prompt itself, proposes candidates. The swarm computes all of them in one step, and the next step rolls back those
-that were rejected. Accepted candidates cost one round trip instead of one a token.
+transformers prepares each `generate` call, and runs it too, except where tokens leave early or drafts guess them: then
+loops of this client take the place of its own (`generation_loop`).
 """
 
 from __future__ import annotations
 
 import inspect
 import threading
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -22,11 +22,15 @@ from swarm.client.early_exit.options import EarlyExit
 from swarm.client.lanes.generate_in_lanes import LaneCount, batch_size, generate_in_lanes, validate_lane_count
 from swarm.client.lanes.inference_lanes import InferenceLanes
 from swarm.client.model.exit_generation import sample_with_exits
+from swarm.client.model.generation_loop import LoopCall
 from swarm.client.model.remote_sequential import RemoteLayer, RemoteSequential
+from swarm.client.model.speculation import DraftChoice, assisted_draft, draft_sources, generate_with_drafts
 from swarm.client.model.train_exits import ExitsMixin
 from swarm.client.model.transformers_hooks import insert_virtual_tokens
 from swarm.client.routes.events import EventListener
 from swarm.client.session import InferenceSession
+from swarm.client.speculation.drafts import CandidateDraft, DraftSource
+from swarm.client.speculation.guess_policy import Acceptance
 from swarm.client.threads.compute_lock import ComputeTicket
 from swarm.client.tuning.lora import Lora
 from swarm.client.tuning.trained import TrainedParameters
@@ -34,7 +38,6 @@ from swarm.client.tuning.virtual_tokens import PromptedCache
 from swarm.errors import UsageError
 from swarm.models.images import ImageTower, PromptImages
 from swarm.models.placeholder_cache import PlaceholderCache
-from swarm.models.rope_lengths import has_dynamic_rope, rope_limit
 
 
 class ActiveSessions(threading.local):
@@ -44,12 +47,14 @@ class ActiveSessions(threading.local):
         entered: the session whose `with` block the thread is in.
         temporary: the session of one `generate` call alone.
         early_exit: when the tokens of this `generate` call leave; None for never.
+        drafts: what makes the drafts of this `generate` call; none if it does not say.
         images: the prompt of this `generate` call, if there are images in it.
     """
 
     entered: InferenceSession | None = None
     temporary: InferenceSession | None = None
     early_exit: EarlyExit | None = None
+    drafts: Sequence[DraftSource] = ()
     images: PromptImages | None = None
 
 
@@ -75,6 +80,7 @@ class DistributedModelMixin:
     lora: Lora | None
     trained: TrainedParameters
     _active: ActiveSessions
+    _guess_memory: dict[str, Acceptance]
     _tower: ImageTower
 
     def extra_repr(self) -> str:
@@ -198,6 +204,7 @@ class DistributedGenerationMixin(ExitsMixin, DistributedModelMixin):
         session: InferenceSession | None = None,
         lanes: LaneCount | None = None,
         early_exit: EarlyExit | Literal["session"] | None = "session",
+        draft: DraftChoice | Sequence[DraftChoice] | None = None,
         **kwargs: Any,
     ) -> Any:
         """transformers' `generate`, with all its arguments; also `pixel_values` and what a processor returns with them,
@@ -212,10 +219,15 @@ class DistributedGenerationMixin(ExitsMixin, DistributedModelMixin):
             early_exit: let tokens leave before the last block where they are sure; None for never. By default as the
                 session says, and never without one. Unless all sequences of a batch leave together, or inside servers'
                 spans, each has a session of its own, as with lanes.
+            draft: what guesses the next tokens, so that many are under way at once: "copies" for what stood in the
+                text before, a small model with the same tokens that runs here, a function that makes a `Draft` of your
+                own, or several of these. The tokens are those without. Each text of a batch has a session of its own.
+                transformers' `assistant_model`, also with `assistant_tokenizer`, and `prompt_lookup_num_tokens` do the
+                same.
 
         Raises:
-            UsageError: the arguments cannot be divided among lanes, or tokens cannot leave early in this mode or
-                session.
+            UsageError: the arguments cannot be divided among lanes, or tokens cannot leave early or be guessed in this
+                mode or session.
             UnsupportedModel: the model takes no images here.
         """
         session = session or self._active.entered
@@ -226,7 +238,9 @@ class DistributedGenerationMixin(ExitsMixin, DistributedModelMixin):
             kwargs["prompt_images"] = self._tower.take(tokens, kwargs)
         images = kwargs.get("prompt_images")
         arguments = {"inputs": inputs, **kwargs}
-        if early_exit is not None and early_exit.needs_sessions and session is None and batch_size(arguments) > 1:
+        drafts = draft_sources(draft)
+        is_divided = early_exit is not None and early_exit.needs_sessions
+        if (is_divided or drafts or self._is_assisted(kwargs)) and session is None and batch_size(arguments) > 1:
             lanes = batch_size(arguments)
         if lanes is not None:
             if session is not None:
@@ -235,7 +249,7 @@ class DistributedGenerationMixin(ExitsMixin, DistributedModelMixin):
                 )
             named = inspect.signature(super().generate).bind(inputs, *args, **kwargs).arguments  # type: ignore[misc]
             settings = named.pop("kwargs", {})
-            generate = partial(self._generate, early_exit=early_exit)
+            generate = partial(self._generate, early_exit=early_exit, drafts=drafts)
             return generate_in_lanes(self, lanes, {**named, **settings}, generate)
         if session is not None and kwargs.get("past_key_values") is None:
             tokens = images.marks if images is not None else tokens
@@ -243,24 +257,39 @@ class DistributedGenerationMixin(ExitsMixin, DistributedModelMixin):
                 session.prepare_for(early_exit)
             _continue_session(session, tokens, kwargs.get("attention_mask"), early_exit)
             kwargs["past_key_values"] = session.cache
-        return self._generate({"inputs": inputs, **kwargs}, None, *args, early_exit=early_exit)
+        return self._generate({"inputs": inputs, **kwargs}, None, *args, early_exit=early_exit, drafts=drafts)
+
+    def _is_assisted(self, settings: Mapping[str, Any]) -> bool:
+        """Whether a call asks for transformers' own kinds of speculation."""
+        config = settings.get("generation_config") or self.generation_config  # type: ignore[attr-defined]
+        lookup = settings.get("prompt_lookup_num_tokens", getattr(config, "prompt_lookup_num_tokens", None))
+        return lookup is not None or settings.get("assistant_model") is not None
 
     def prompt_images(self, input_ids: torch.Tensor, **images: Any) -> PromptImages:
         """What `generate` makes of `pixel_values` and the like, and takes as `prompt_images` for the same tokens."""
         return self._tower.take(input_ids, images)
 
     def _generate(
-        self, arguments: dict[str, Any], ticket: ComputeTicket | None, *args: Any, early_exit: EarlyExit | None
+        self,
+        arguments: dict[str, Any],
+        ticket: ComputeTicket | None,
+        *args: Any,
+        early_exit: EarlyExit | None,
+        drafts: Sequence[DraftSource],
     ) -> Any:
         """transformers' `generate`, inside the ticket if this is one lane of several."""
+        if early_exit is not None and drafts:
+            raise UsageError("tokens that leave early are guesses already; pass early_exit=None, or leave draft out")
         self._active.early_exit, self._active.images = early_exit, arguments.pop("prompt_images", None)
-        if early_exit is not None:
+        self._active.drafts = drafts
+        if early_exit is not None or drafts:
             arguments.setdefault("use_cache", True)  # a few families, such as mpt, do without unless they are told
         try:
             with ticket if ticket is not None else nullcontext():
                 return super().generate(arguments.pop("inputs", None), *args, **arguments)  # type: ignore[misc]
         finally:
             self._active.early_exit = self._active.images = None
+            self._active.drafts = ()
             temporary, self._active.temporary = self._active.temporary, None
             if temporary is not None:
                 temporary.close()
@@ -269,10 +298,12 @@ class DistributedGenerationMixin(ExitsMixin, DistributedModelMixin):
         self, generation_config: Any, model_kwargs: dict[str, Any], generation_mode: Any, batch_size: int, length: int
     ) -> None:
         """transformers' hook: a `generate` call without a cache gets a temporary session."""
-        if self._active.early_exit is not None and (mode := generation_mode.value) not in ("greedy_search", "sample"):
-            raise UsageError(
-                f"early_exit is for greedy search and sampling, not for {mode.replace('_', ' ')}; pass early_exit=None"
-            )
+        if (mode := generation_mode.value) not in ("greedy_search", "sample"):
+            found = f"is for greedy search and sampling, not for {mode.replace('_', ' ')}"
+            if self._active.early_exit is not None:
+                raise UsageError(f"early_exit {found}; pass early_exit=None")
+            if self._active.drafts:
+                raise UsageError(f"draft {found}; leave it out")
         given = model_kwargs.get("past_key_values")
         options = self._active.early_exit
         takes_approximate = options is not None and options.fill == "project"
@@ -297,23 +328,49 @@ class DistributedGenerationMixin(ExitsMixin, DistributedModelMixin):
         **kwargs: Any,
     ) -> Any:
         """transformers' hook: the loop of greedy search and sampling."""
-        options = self._active.early_exit
-        if options is not None:
-            return sample_with_exits(
-                self, options, input_ids, logits_processor, stopping_criteria, generation_config, streamer, kwargs
+        options, drafts = self._active.early_exit, self._active.drafts
+        if options is None and not drafts:
+            return super()._sample(  # type: ignore[misc]
+                input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer, **kwargs
             )
-        return super()._sample(  # type: ignore[misc]
-            input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer, **kwargs
-        )
+        option = "draft" if options is None else "early_exit"
+        call = LoopCall(option, input_ids, logits_processor, stopping_criteria, generation_config, streamer, kwargs)
+        if options is not None:
+            return sample_with_exits(self, options, call)
+        return generate_with_drafts(self, [make() for make in drafts], call)
 
-    def _get_candidate_generator(self, generation_config: Any, assistant_model: Any = None, **kwargs: Any) -> Any:
-        """transformers' hook: the candidate generator of assisted generation."""
-        validate_speculation(generation_config, is_draft_remote=isinstance(assistant_model, DistributedModelMixin))
-        generator = super()._get_candidate_generator(  # type: ignore[misc]
-            generation_config=generation_config, assistant_model=assistant_model, **kwargs
+    def _assisted_decoding(
+        self,
+        input_ids: torch.Tensor,
+        logits_processor: Any,
+        stopping_criteria: Any,
+        generation_config: Any,
+        synced_gpus: bool = False,
+        streamer: Any = None,
+        inputs_tensor: torch.Tensor | None = None,
+        assistant_model: Any = None,
+        assistant_tokenizer: Any = None,
+        tokenizer: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        """transformers' hook: the loop of assisted generation, and of prompt lookup."""
+        call = LoopCall(
+            *("assistant_model", input_ids, logits_processor, stopping_criteria, generation_config, streamer, kwargs)
         )
-        limit, config = generation_config.max_length - 1, self.config  # type: ignore[attr-defined]
-        return bound_candidates(generator, limit, rope_limit(config), has_dynamic_rope(config))
+        choice = assisted_draft(generation_config, assistant_model)
+        if choice is assistant_model and assistant_tokenizer is not None and tokenizer is not None:
+            generator = super()._get_candidate_generator(  # type: ignore[misc]
+                generation_config=generation_config,
+                input_ids=input_ids,
+                inputs_tensor=inputs_tensor,
+                logits_processor=logits_processor,
+                model_kwargs=kwargs,
+                assistant_model=assistant_model,
+                target_tokenizer=tokenizer,
+                assistant_tokenizer=assistant_tokenizer,
+            )
+            return generate_with_drafts(self, [CandidateDraft(generator, input_ids.device)], call)
+        return generate_with_drafts(self, [make() for make in draft_sources(choice)], call)
 
     def prepare_inputs_for_generation(
         self,
@@ -383,61 +440,11 @@ def _continue_session(
     session.position = min(known, tokens.shape[1] - 1)
 
 
-def validate_speculation(generation_config: Any, is_draft_remote: bool) -> None:
-    """Raise `UsageError` if the candidates cannot come from this client.
-
-    Args:
-        is_draft_remote: whether the blocks of the draft model are in a swarm as well.
-    """
-    if is_draft_remote:
-        raise UsageError(
-            "the assistant_model has to run at this client, because each of its tokens would cost a round trip; load a "
-            "small model with from_pretrained of transformers"
-        )
-    if generation_config.assistant_early_exit is not None:
-        raise UsageError(
-            "assistant_early_exit drafts with the first blocks of the model, which are not at this client; use a small "
-            "assistant_model, or prompt_lookup_num_tokens"
-        )
-
-
-def bound_candidates(generator: Any, limit: int, rope_limit: int | None = None, has_dynamic_rope: bool = False) -> Any:
-    """Patch a candidate generator so that its sequences have at most `limit` tokens.
-
-    The model's own token follows the last candidate, so candidates beyond `limit` cannot be used, but servers would
-    have to reserve cache space for them. Nor do candidates change the rotary frequencies that the tokens before them
-    would have without.
-
-    Args:
-        rope_limit, has_dynamic_rope: of the model, see `swarm.models.rope_lengths`.
-
-    Raises:
-        UsageError: the generator needs hidden states from inside the model.
-    """
-    if generator.requires_model_outputs:
-        raise UsageError(
-            f"{type(generator).__name__} drafts from hidden states inside the model, which are not at this client; "
-            "use a small assistant_model, or prompt_lookup_num_tokens"
-        )
-    get_candidates = generator.get_candidates
-
-    def get_bounded(input_ids: Any, **kwargs: Any) -> tuple[Any, Any]:
-        tokens, logits = get_candidates(input_ids, **kwargs)
-        length, most = input_ids.shape[1], limit
-        if rope_limit is not None and (length <= rope_limit or has_dynamic_rope):
-            most = min(limit, rope_limit)
-        length = max(most, length)
-        return tokens[:, :length], logits[:, : length - input_ids.shape[1]] if logits is not None else None
-
-    generator.get_candidates = get_bounded
-    return generator
-
-
 def unseen_length(cache_length: int, input_length: int, mask_length: int | None) -> int | None:
-    """How many of the last tokens of a prompt still have to be computed, if a session has computed those before.
+    """How many of the last tokens of a text still have to be computed, if a session has computed those before.
 
-    transformers' assisted generation always passes the whole prompt, as if the cache were empty at first. None means
-    all tokens that were passed: nothing is computed yet, or only new tokens were passed.
+    With `use_cache=False`, transformers passes the whole text each time. None means all tokens that were passed:
+    nothing is computed yet, or only new tokens were passed.
     """
     if not 0 < cache_length < input_length or mask_length not in (None, input_length):
         return None

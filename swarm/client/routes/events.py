@@ -118,8 +118,30 @@ class ExitVerified:
     stands: bool
 
 
+@dataclass(frozen=True)
+class GuessVerified:
+    """The model's answer to a guess of speculative decoding.
+
+    Attributes:
+        draft: what has made it: "model", "copies", or the name of one of the caller's own.
+        stands: whether its token stands; else all behind it was given up.
+    """
+
+    draft: str
+    stands: bool
+
+
 SessionEvent = (
-    RouteTaken | HopLost | Replayed | BlocksMissing | Recovered | PeerAvoided | Audited | ExitTaken | ExitVerified
+    RouteTaken
+    | HopLost
+    | Replayed
+    | BlocksMissing
+    | Recovered
+    | PeerAvoided
+    | Audited
+    | ExitTaken
+    | ExitVerified
+    | GuessVerified
 )
 EventListener = Callable[[SessionEvent], None]
 

@@ -266,7 +266,7 @@ __all__ = [
     "refusal",
 ]
 
-PROTOCOL_ID = "/swarm/8"
+PROTOCOL_ID = "/swarm/9"
 """Name of the libp2p protocol. Change the number with any change that older peers cannot read."""
 
 MEMBERS_PROTOCOL_ID = f"{PROTOCOL_ID}/members"

@@ -150,8 +150,9 @@ class StepRequest(Message, frozen=True):
     before: for each sequence, the block in front of which its new token left, 0 if it did not. The hidden states of a
     token that left are those in front of that block; the server only fills its cache with their keys and values.
 
-    In front of `exit_block` the client may already know what it needs of this step. Servers that begin there or behind
-    let steps that clients wait for go first, for a moment.
+    In front of `exit_block` the client may already know what it needs of this step; 0 says that it has guessed the
+    tokens, and does not wait for them. Servers that begin there or behind let steps that clients wait for go first, for
+    a moment.
     """
 
     step: StepNumber
@@ -185,7 +186,8 @@ class StepReply(Message, frozen=True):
     `compute_ms` is the time spent in the blocks. `input_checksum` is that of the request and payload that were computed
     (see `swarm.protocol.input_checksum`), wherever they came from. `pushed` is true if the outputs were already sent to
     the next server. `left` is that of the request, with the tokens that left in this span; None if none has left so
-    far. Their outputs are their hidden states in front of the block named there.
+    far. Their outputs are their hidden states in front of the block named there. `sessions` is for how many the server
+    computes at present, this one included, so that a client knows for whom a guess would be in the way.
     """
 
     step: Count
@@ -195,6 +197,7 @@ class StepReply(Message, frozen=True):
     input_checksum: Checksum
     pushed: bool = False
     left: PerSequence | None = None
+    sessions: Count = 1
 
 
 class SetNeighbors(Message, frozen=True):

@@ -180,6 +180,11 @@ class Engine:
         return time.monotonic() - self._submitted_at < BUSY_S
 
     @property
+    def sessions(self) -> int:
+        """For how many sessions steps were computed lately."""
+        return self._batching_delay.sessions
+
+    @property
     def queue_seconds(self) -> float:
         """How long a request may expect to wait until its first token is computed."""
         return self._meter.expected_wait(time.monotonic())

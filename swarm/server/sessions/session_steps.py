@@ -82,7 +82,7 @@ class SessionSteps:
             except StepGivenUp:
                 return None, b""
             self._observer.tokens_left(block for block in result.left if block > session.terms.span.start)
-            reply = _note_computed(session, message, checksum, result)
+            reply = _note_computed(session, message, checksum, result, self._engine.sessions)
             outputs = LaterChecksum(_onward(message, reply), result.payload)
             session.record.add_step(checksum, outputs)
         reply = await self._push_outputs(session, outputs.request, reply, result.payload)
@@ -185,12 +185,15 @@ async def _checksum(message: messages.StepRequest | messages.ReplayRequest, payl
 
 
 def _note_computed(
-    session: Session, message: messages.StepRequest, checksum: bytes, result: ComputeResult
+    session: Session, message: messages.StepRequest, checksum: bytes, result: ComputeResult, sessions: int
 ) -> messages.StepReply:
     """The reply to a step. The session remembers it, and that the step was computed."""
     left = list(result.left) if any(result.left) else None
     reply_format = session.terms.reply_format
-    reply = messages.StepReply(message.step, reply_format, _dtype(session), result.milliseconds, checksum, left=left)
+    outputs = reply_format, _dtype(session)
+    reply = messages.StepReply(
+        message.step, *outputs, result.milliseconds, checksum, left=left, sessions=max(1, sessions)
+    )
     session.last = KeptReply(reply, result.payload)
     session.next_step, session.epoch = message.step + 1, message.epoch
     return reply

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from swarm.client.early_exit import exit_decoder
@@ -19,12 +19,11 @@ from swarm.client.early_exit.exit_decoder import (
     ExitDecoder,
     HiddenReader,
     LookMeter,
-    Sampling,
-    verify_sampled,
 )
 from swarm.client.early_exit.options import EarlyExit
 from swarm.client.early_exit.token_output import TokenOutput
 from swarm.client.routes.events import ExitTaken
+from swarm.client.sampling import Sampling
 from swarm.data_structures import Hop, Route
 from swarm.models.exits.trained_exits import BaseModel, ExitClassifier, ExitLens, TrainedExits
 from tests.client.early_exit.paper_servers import PaperServers
@@ -276,45 +275,3 @@ def test_far_servers_are_worth_it_and_near_ones_only_now_and_then(monkeypatch):
     assert all(seen(0.001, MIN_GAIN * 0.001).is_worth_looking() for _ in range(50))
     near = seen(0.001, 0.5 * MIN_GAIN * 0.001)
     assert sum(near.is_worth_looking() for _ in range(10 * TRIED_EVERY)) == 10
-
-
-DRAWS = 20_000
-LOGITS = st.lists(st.sampled_from([-float("inf"), -2.0, 0.0, 1.0, 3.0]), min_size=5, max_size=5).filter(
-    lambda row: max(row) > -float("inf")
-)
-
-
-def draw(guess: list[float], full: list[float], seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Guesses, and what became of them."""
-    generator = torch.Generator().manual_seed(seed)
-    guess_scores, scores = (torch.tensor(one).expand(DRAWS, -1) for one in (guess, full))
-    guesses = torch.multinomial(guess_scores.softmax(-1), 1, generator=generator).squeeze(1)
-    return guesses, verify_sampled(guesses, guess_scores, scores, generator)
-
-
-@settings(max_examples=25)
-@given(LOGITS, LOGITS, st.integers(0, 2**31))
-def test_the_distribution_is_that_of_the_full_model(guess, full, seed):
-    _, tokens = draw(guess, full, seed)
-    expected = torch.tensor(full).softmax(-1)
-    counts = torch.bincount(tokens, minlength=5)
-    assert not counts[expected == 0].any()
-    possible = expected > 0
-    squares = (counts - DRAWS * expected)[possible] ** 2 / (DRAWS * expected[possible])
-    # Chi squared, at most four degrees of freedom: 40 is exceeded by chance once in 20 million.
-    assert float(squares.sum()) < 40
-
-
-def test_random_numbers_are_drawn_where_the_tokens_are():
-    """The device `meta` refuses tensors that are elsewhere, as a GPU does."""
-    scores = torch.zeros(3, 5, device="meta")
-    assert verify_sampled(torch.zeros(3, dtype=torch.long, device="meta"), scores, scores).device.type == "meta"
-
-
-@pytest.mark.parametrize("token", [0, 3])
-def test_what_the_full_model_rules_out_is_always_replaced(token):
-    full = [-float("inf") if one == token else 0.0 for one in range(5)]
-    guesses, tokens = draw([0.0] * 5, full, 1)
-    assert (guesses == token).any()
-    assert not (tokens == token).any()
-    assert guesses[guesses != token].equal(tokens[guesses != token])

@@ -13,9 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swarm import EarlyExit
-from swarm.client.early_exit.exit_decoder import ExitDecoder, Sampling
+from swarm.client.early_exit.exit_decoder import ExitDecoder
 from swarm.client.early_exit.token_output import TokenOutput
 from swarm.client.routes.events import ExitTaken
+from swarm.client.sampling import Sampling
 from swarm.data_structures import Hop, Route, Span
 from swarm.models.exits.trained_exits import BaseModel, TrainedExits
 from swarm.protocol.messages import ExitTerms

@@ -11,6 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, MaxLengthCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
+from swarm.client.model.generation_mixin import unseen_length
 from swarm.errors import InvalidSpan, SessionClosed, TooLong, UsageError
 from tests.client.conftest import SPANS
 from tests.client.prompts import PAD, greedy, padded_batch, prompt
@@ -240,3 +241,15 @@ def test_unsupported_arguments_are_refused(model: Any) -> None:
         model(prompt(), past_key_values=DynamicCache())
     with pytest.raises(UsageError, match="attention masks"), torch.no_grad():
         model(prompt(), attention_mask=torch.zeros(1, 1, 7, 7))
+
+
+def test_unseen_length() -> None:
+    for cached, given, mask, unseen in [
+        (0, 5, 5, None),
+        (3, 5, 5, 2),
+        (3, 5, None, 2),
+        (3, 5, 8, None),
+        (5, 5, 5, None),
+        (9, 5, 5, None),
+    ]:
+        assert unseen_length(cached, given, mask) == unseen

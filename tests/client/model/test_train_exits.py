@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from swarm import EarlyExit
-from swarm.client.model.exit_generation import ModelForward
+from swarm.client.model.generation_loop import ModelForward
 from swarm.client.model.train_exits import LensFit, fit_classifier, hidden_states, read_hidden
 from swarm.client.tuning.options import TuningOptions
 from swarm.common import console
