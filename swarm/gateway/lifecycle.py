@@ -62,7 +62,7 @@ def serve_gateway(
         key_file: None lets everyone in.
         with_monitor: whether the monitor is at `/monitor/`.
         exits: folders of `model.save_exits`, each for one of the models.
-        drafts: see `ServedModel.add_draft`; each is for all models with its tokens.
+        drafts: see `add_drafts`.
         on_ready: called with the gateway's URL when it accepts requests.
 
     Raises:

@@ -87,20 +87,6 @@ class ServedModel:
             on_failure.pop_all()
         return cls(checkpoint.name, model, tokenizer, prompts, _why_no_images(checkpoint))
 
-    def add_draft(self, draft: str) -> bool:
-        """Let a draft guess in all texts: "copies", or the folder or hub id of a small model, which is loaded here.
-
-        Returns:
-            whether it has the same tokens as this model; else nothing happens.
-        """
-        if draft != "copies":
-            if load_tokenizer(draft).get_vocab() != self.tokenizer.get_vocab():
-                return False
-            self.drafts += draft_sources(load_local_model(draft).eval())
-        else:
-            self.drafts += draft_sources(draft)
-        return True
-
     def close(self) -> None:
         """Leave the swarm, and end the process that makes prompts."""
         self.model.swarm.close()
@@ -157,7 +143,10 @@ class ServedModel:
 
 
 def add_drafts(models: Sequence[ServedModel], drafts: Sequence[str]) -> None:
-    """Let each draft guess for all models with its tokens; "none" is no draft.
+    """Add each draft to every model that has its tokens.
+
+    Args:
+        drafts: "copies", the folders or hub ids of small models, which are loaded here, or "none", which adds nothing.
 
     Raises:
         InvalidOption: a draft cannot be loaded, or none of the models has its tokens.
@@ -166,7 +155,7 @@ def add_drafts(models: Sequence[ServedModel], drafts: Sequence[str]) -> None:
         if draft == "none":
             continue
         try:
-            fits = [served for served in models if served.add_draft(draft)]
+            fits, sources = _models_and_sources(models, draft)
         except (OSError, ValueError, UsageError) as error:
             raise InvalidOption(f"--draft {draft} cannot be loaded: {error}") from error
         if not fits:
@@ -174,6 +163,17 @@ def add_drafts(models: Sequence[ServedModel], drafts: Sequence[str]) -> None:
             raise InvalidOption(
                 f"--draft {draft} has other tokens than {names}; use a small model of the same family, or 'copies'"
             )
+        for served in fits:
+            served.drafts += sources
+
+
+def _models_and_sources(models: Sequence[ServedModel], draft: str) -> tuple[Sequence[ServedModel], list[DraftSource]]:
+    """The models for which a draft can guess, and what makes it for each text, if there are any."""
+    if draft == "copies":
+        return models, draft_sources(draft)
+    vocabulary = load_tokenizer(draft).get_vocab()
+    fits = [served for served in models if served.tokenizer.get_vocab() == vocabulary]
+    return fits, draft_sources(load_local_model(draft).eval()) if fits else []
 
 
 def _why_no_images(checkpoint: Checkpoint) -> str:

@@ -61,7 +61,7 @@ def read_beliefs(path: Path) -> Beliefs | None:
 
 
 def read_opinions(path: Path) -> dict[str, Opinion]:
-    """Reads opinions as of now: peer id -> opinion. Raises `OpinionFileError`, even if there is no file."""
+    """The opinions kept now, by peer id. Raises `OpinionFileError` if the file is missing or cannot be read."""
     if (found := read_beliefs(path)) is None:
         raise OpinionFileError(f"there is no {path}: a client writes it after its first audit, with --opinions {path}")
     now = time.time()

@@ -24,6 +24,7 @@ from swarm.client.early_exit.token_output import TokenOutput
 from swarm.client.routes.events import ExitTaken, ExitVerified
 from swarm.client.sampling import PositionNoise, Sampling
 from swarm.client.session import InferenceSession, StepUnderWay
+from swarm.client.speculation.guess_policy import averaged
 from swarm.models.exits.confidence import decayed_threshold, softmax_response, state_similarity
 from swarm.models.exits.trained_exits import TrainedExits
 from swarm.protocol.messages import ExitTerms
@@ -374,11 +375,11 @@ class LookMeter:
 
     def on_look(self, seconds: float) -> None:
         """A token was looked at."""
-        self._look_s = _averaged(self._look_s, seconds)
+        self._look_s = averaged(self._look_s, seconds, KEPT_SHARE)
 
     def on_answer(self, lag_s: float) -> None:
         """The last server has answered this long after the token could first be looked at."""
-        self._lag_s = _averaged(self._lag_s, lag_s)
+        self._lag_s = averaged(self._lag_s, lag_s, KEPT_SHARE)
 
     def is_worth_looking(self) -> bool:
         """Whether to look at the next token."""
@@ -386,7 +387,3 @@ class LookMeter:
             return True
         self._skipped = (self._skipped + 1) % TRIED_EVERY
         return self._skipped == 0
-
-
-def _averaged(before: float | None, value: float) -> float:
-    return value if before is None else KEPT_SHARE * before + (1 - KEPT_SHARE) * value

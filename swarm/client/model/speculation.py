@@ -129,7 +129,7 @@ class _OneText:
         self.compute = forward.compute
 
     def send(self, tokens_1T: torch.Tensor, count: int, waits: bool) -> StepUnderWay:
-        # Nobody waits for a guess in front of any block.
+        # No server computes a guess before steps that clients wait for.
         return self._forward.send(tokens_1T, None, None if waits else 0, count)
 
     def begins_again(self, length: int) -> bool:

@@ -130,7 +130,9 @@ class ModelDraft:
 
     def propose(self, context: Context, count: int, choose: Choose) -> list[Guess]:
         tokens, guesses = list(context.tokens), list[Guess]()
-        while len(guesses) < count and max(tokens[-MAX_MATCH:], default=0) < self._vocabulary:
+        if max(tokens) >= self._vocabulary:  # such as an image's
+            return []
+        while len(guesses) < count and tokens[-1] < self._vocabulary:
             logits_V = self._text.logits(tokens)
             token = choose(tokens[len(context.tokens) :], logits_V)
             chance = float(logits_V.float().softmax(-1)[token]) if token < len(logits_V) else 0.0

@@ -88,12 +88,10 @@ class _Flight:
     """A step under way.
 
     Attributes:
-        first: place of its first token in the text.
         sent_at: when it went off, if no other was under way.
     """
 
     step: StepUnderWay
-    first: int
     tokens: int
     sent_at: float | None
 
@@ -236,7 +234,7 @@ class StreamDecoder:
         alone, count = not self._flights, self._end - self._sent
         began = self._clock()
         step = self._forward.send(self._text_1T[:, : self._end], count, waits)
-        self._flights.append(_Flight(step, self._sent, count, began if alone else None))
+        self._flights.append(_Flight(step, count, began if alone else None))
         self._sent = self._end
 
     def _guess(self, most: int, instantly: bool = False) -> None:
@@ -245,7 +243,7 @@ class StreamDecoder:
             return
         chance = math.prod(one.chance for one in self._guesses)
         most = min(most, self._room(self._certain) - self._end)
-        if most <= 0 or (self._guesses and self._last_guess() in self._ends):
+        if most <= 0 or (self._guesses and self._guesses[-1].guess.token in self._ends):
             return
         tried, self._tries = self._tries and not self._guesses, False
         least = 0.0 if tried else self._policy.least_chance
@@ -253,9 +251,6 @@ class StreamDecoder:
             self._text_1T[0, self._end] = one.guess.token
             self._context.append(one.guess.token)
             self._guesses.append(one)
-
-    def _last_guess(self) -> int:
-        return self._guesses[-1].guess.token
 
     def _proposed(self, chance: float, least: float, most: int, instantly: bool) -> list[_Guessed]:
         """What the first draft proposes whose guess is worth it; as far as it is, and at most `most`.

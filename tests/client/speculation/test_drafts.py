@@ -87,7 +87,8 @@ def proposed(draft: ModelDraft, tokens: list[int], count: int) -> list[int]:
 
 
 def test_a_model_has_no_idea_behind_tokens_that_it_does_not_know(local):
-    assert proposed(ModelDraft(local), [5, 6, local.config.vocab_size], 2) == []
+    for tokens in ([5, 6, local.config.vocab_size], [5, local.config.vocab_size, *[6] * 40]):
+        assert proposed(ModelDraft(local), tokens, 2) == []
 
 
 def test_known_texts_are_not_computed_again(local, monkeypatch):
