@@ -16,7 +16,7 @@ SHAPES: dict[str, PreTrainedConfig] = {
         num_attention_heads=4,
         num_key_value_heads=4,
         vocab_size=1024,
-        max_position_embeddings=2048,
+        max_position_embeddings=8192,
     ),
     "small": LlamaConfig(
         hidden_size=1024,
@@ -25,7 +25,17 @@ SHAPES: dict[str, PreTrainedConfig] = {
         num_attention_heads=16,
         num_key_value_heads=4,
         vocab_size=8192,
-        max_position_embeddings=2048,
+        max_position_embeddings=8192,
+    ),
+    # Four blocks of the size of those of an 8B model.
+    "wide": LlamaConfig(
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=4,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        vocab_size=8192,
+        max_position_embeddings=8192,
     ),
     # As "small", but three of four layers keep a state.
     "hybrid": Qwen3_5TextConfig(
@@ -41,7 +51,7 @@ SHAPES: dict[str, PreTrainedConfig] = {
         linear_key_head_dim=128,
         linear_value_head_dim=128,
         vocab_size=8192,
-        max_position_embeddings=2048,
+        max_position_embeddings=8192,
     ),
 }
 

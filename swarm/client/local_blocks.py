@@ -175,6 +175,13 @@ class LocalSession:
         self.timing: HopTiming | None = None
         """The time of the last step."""
 
+    def copy(self, length: int, max_length: int) -> LocalSession:
+        """Another session, which begins with the first `length` positions of this one's only sequence."""
+        result = LocalSession(self._blocks, self._cache.adapter)
+        result._cache.max_length = max_length
+        result._cache.begin_with(self._cache, length)
+        return result
+
     def compute(self, hidden_RTH: torch.Tensor, real_RT: torch.Tensor | None, layout: StepLayout) -> torch.Tensor:
         """The local outputs for a step's new slots, which are the inputs of the first server.
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from swarm.client.chain.chain import Chain
+from swarm.client.chain.prefix import Prefix, PrefixSource, prefix_source
 from swarm.client.chain.prompt_chunks import chunk_slots
 from swarm.client.connection import SwarmConnection
 from swarm.client.early_exit.options import EarlyExit
@@ -71,6 +72,7 @@ class InferenceSession:
         early_exit: when tokens leave early in `generate` calls that do not say; None for never.
         rope_limit: how long texts are whose rotary frequencies do not depend on their length; None for any length.
         grows: whether `max_length` is only where to begin. A longer session is opened when a step needs one.
+        begun: with how many tokens of an earlier session it began; see `begin_with`.
         text_length: of a text that comes in several forwards, for frequencies as if it came in one; 0 to count.
     """
 
@@ -94,6 +96,9 @@ class InferenceSession:
         self.rope_limit = rope_limit(model.config)
         self.text_length = 0
         self.grows = False
+        self.begun = 0
+        self._began_with: PrefixSource | None = None
+        self._digests: list[bytes] | None = None
         self._connection = connection
         self._local: LocalSession | None = None
         self._early_exits = False
@@ -292,6 +297,57 @@ class InferenceSession:
             self._connection.run(self._chain.give_up_under_way(first.number - 1))
         self.cache.set_length(min(first.before, self.cache.length))
 
+    def begin_with(self, prefix: Prefix) -> int:
+        """Open the session such that it begins with what an earlier one has computed; with how many tokens it does.
+
+        Servers that have lost their part get it from this client. If all have, or the model's adapter has changed, or
+        this session computes otherwise, it begins with none.
+
+        Raises as `open`, and `UsageError` if the session is open.
+        """
+        if self._chain is not None:
+            raise UsageError("the session is open; begin another one with the prefix")
+        source = prefix.source
+        if source.owner is self._connection and type(self.cache) is PlaceholderCache and not self._early_exits:
+            self._open_chain(prefix.first(self.max_length))
+            if self.begun:
+                self.cache.begin_with(prefix.tokens[: self.begun])
+                if source.local is not None:
+                    self._local = source.local.copy(self.begun, self.max_length)
+                self._began_with = source
+        return self.begun
+
+    def park(self) -> Prefix | None:
+        """Close the session, and let servers keep what it has computed as long as no one else needs the room.
+
+        Returns what another session can `begin_with`; None if that is not possible: with several sequences, padding,
+        virtual tokens, approximate caches, texts whose rotary frequencies depend on their length, or lost servers.
+        """
+        prefix = self.share()
+        self._closed = True
+        self._close_chain(keep=len(prefix) if prefix is not None else 0)
+        self._local = None
+        if prefix is not None and self._began_with is not None:
+            self._began_with.move_to(prefix.source, self.begun)
+        return prefix
+
+    def share(self, length: int | None = None) -> Prefix | None:
+        """What this session has computed, for others that begin with a copy of it while it is open; None as in `park`.
+
+        Args:
+            length: tokens of it; None for all. What is behind them may be under way.
+        """
+        tokens = self.cache.only_tokens if type(self.cache) is PlaceholderCache else None
+        if tokens is None or not len(tokens) or self._early_exits or not self._connection.is_usable:
+            return None
+        if self._chain is None or not self._chain.is_open:
+            return None
+        tokens, state = tokens[:length].clone(), self._connection.run(self._chain.state())
+        if state is None:
+            return None
+        source = prefix_source(state, len(tokens), self._digests, self._local, self._connection)
+        return Prefix(tokens, source) if source is not None else None
+
     def open(self) -> Route:
         """Find a route and reserve cache space on its servers now, instead of at the first step."""
         return self._open_chain().route
@@ -386,20 +442,23 @@ class InferenceSession:
             self.max_length, self._adapter, self._listener, self._early_exits, self._kept_receipts
         )
 
-    def _open_chain(self) -> Chain:
-        """The open chain; it is opened if it is not yet."""
+    def _open_chain(self, prefix: Prefix | None = None) -> Chain:
+        """The open chain; it is opened if it is not yet, with `prefix` if servers still have that (see `begun`)."""
         if self._closed:
             raise SessionClosed("this inference session is closed; open another one")
         if self._chain is None or not self._chain.is_open:
             self._close_chain()
             parts = adapter_parts(self._model.remote_blocks.adapter, Span(0, self._connection.blocks))
+            self._digests = pack_adapter(parts).digests(Span(0, self._connection.blocks))
+            if prefix is not None and prefix.source.adapter != self._digests:
+                prefix = None
             remote_parts = {block: part for block, part in parts.items() if block in self._connection.span}
             if self._connection.local is not None:
                 self._local = self._connection.local.session(detach_parts(parts))
             # Assigned before it is open: if Ctrl-C interrupts the opening, the chain still has to be closed.
             self._adapter = pack_adapter(remote_parts)
             self._chain = self._new_chain()
-            self._connection.run(self._chain.open())
+            self.begun = self._connection.run(self._chain.open(prefix))
         return self._chain
 
     def close(self) -> None:
@@ -408,11 +467,11 @@ class InferenceSession:
         self._close_chain()
         self._local = None
 
-    def _close_chain(self) -> None:
+    def _close_chain(self, keep: int = 0) -> None:
         if self._chain is not None:
             chain, self._chain = self._chain, None
             if self._connection.is_usable:
-                self._connection.run(chain.close())
+                self._connection.run(chain.close(keep))
 
     def __del__(self) -> None:
         if self._chain is not None:  # it was dropped without being closed

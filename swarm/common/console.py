@@ -21,8 +21,8 @@ from typing import Any, TextIO, TypeVar
 
 import click
 
-from swarm.common.units import format_bytes
-from swarm.errors import SwarmError, UsageError
+from swarm.common.units import ByteSize, format_bytes
+from swarm.errors import InvalidOption, SwarmError, UsageError
 
 logger = logging.getLogger(__name__)
 
@@ -208,6 +208,14 @@ def network_options(default_port: int) -> Callable[[F], F]:
         return function
 
     return decorate
+
+
+def parse_size(option: str, text: str | None) -> int | None:
+    """The value of an option that is a size such as `8GB`. Raises `InvalidOption`."""
+    try:
+        return ByteSize.parse(text) if text is not None else None
+    except ValueError as error:
+        raise InvalidOption(f"{option}: {error}") from None
 
 
 def split_addresses(values: tuple[str, ...]) -> tuple[str, ...]:

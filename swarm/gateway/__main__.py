@@ -64,6 +64,12 @@ if TYPE_CHECKING:
 @console.weights_from_option
 @console.draft_option
 @click.option(
+    "--prefix-memory",
+    metavar="SIZE",
+    help="Memory of this machine for what earlier requests have computed, so that the next request of the same key "
+    "computes only what is new; 0 for none.  [default: an eighth of what is free, at most 4 GiB]",
+)
+@click.option(
     "--early-exit",
     type=click.FloatRange(0, 1),
     metavar="CONFIDENCE",
@@ -129,6 +135,7 @@ def _gateway_settings(options: Mapping[str, Any]) -> GatewaySettings:
         open=options["open"],
         max_concurrent_texts=options["concurrent"],
         public_status=options["public_status"],
+        prefix_memory=console.parse_size("--prefix-memory", options["prefix_memory"]),
         early_exit=None if threshold is None else EarlyExit(threshold=threshold),
         approximate_exits=options["approximate_exits"],
     )

@@ -116,7 +116,12 @@ class GenerationEndpoints:
             prepared = await self._prepare(request, key, parsed, prepare)
             room.hold(prepared.prompt_bytes)
             group = SequenceGroup(
-                self._gateway.model(parsed.model), prepared.sequences, parsed.n or 1, started_at, self._gateway.metrics
+                self._gateway.model(parsed.model),
+                prepared.sequences,
+                parsed.n or 1,
+                started_at,
+                self._gateway.metrics,
+                _owner(key, request),
             )
             return await self._respond(request, key, parsed, prepared, group, room)
 
@@ -190,6 +195,16 @@ class GenerationEndpoints:
         if not was_read:
             self._gateway.metrics.client_disconnected()
         await stack.aclose()
+
+
+def _owner(key: ApiKey | None, request: Request) -> str:
+    """Whose prefixes this request may begin with: those of its key or, without keys, of the machine it comes from.
+
+    A request cannot say so itself: by the time of an answer, it could find out what others have asked.
+    """
+    if key is not None:
+        return f"key {key.name}"
+    return f"machine {request.client.host if request.client is not None else ''}"
 
 
 async def _encoded_events(

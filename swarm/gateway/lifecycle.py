@@ -23,6 +23,7 @@ from swarm.gateway.app import make_app
 from swarm.gateway.gateway_state import GatewayState
 from swarm.gateway.openai.api_errors import ServiceUnavailable
 from swarm.gateway.settings import GatewaySettings
+from swarm.generation.prefix_store import PrefixStore, default_bytes
 from swarm.generation.served_model import ServedModel, add_drafts
 from swarm.metrics.registry import EventLoopMetrics, new_registry
 from swarm.monitor.http_routes import make_routes
@@ -79,6 +80,9 @@ def serve_gateway(
         _require_keys(address, settings, has_keys=keys is not None, is_reachable=not is_loopback(listening))
         models = _load_models(stack, sources, options, exits)
         add_drafts(models, drafts)
+        for served in models:
+            memory = settings.prefix_memory
+            served.prefixes = PrefixStore(default_bytes() // len(models) if memory is None else memory // len(models))
         gateway = GatewayState(models, settings, keys, new_registry())
         stack.callback(gateway.close)
         joined = models[0].model.swarm.config

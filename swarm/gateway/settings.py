@@ -23,6 +23,8 @@ class GatewaySettings:
         max_concurrent_texts: texts that are generated at the same time; a request has one for each of its answers.
         max_waiting: requests that may wait.
         public_status: whether metrics and monitor are open to clients without a key, if there are keys.
+        prefix_memory: bytes for what earlier requests have computed, of all models together; None for a share of this
+            machine's free memory.
         early_exit: when tokens leave early in requests that do not say; None for never. Always verified.
         approximate_exits: whether requests may ask for tokens that leave without being verified.
     """
@@ -37,5 +39,6 @@ class GatewaySettings:
     max_concurrent_texts: int = 64
     max_waiting: int = 256
     public_status: bool = False
+    prefix_memory: int | None = None
     early_exit: EarlyExit | None = None
     approximate_exits: bool = False

@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 
+from swarm.client.chain.prefix import Prefix
 from swarm.client.routes.events import ExitTaken, ExitVerified, GuessVerified, SessionEvent
 from swarm.client.session import InferenceSession
 from swarm.client.threads.compute_lock import ComputeTicket
@@ -192,24 +193,40 @@ class SequenceGeneration:
 
     Args:
         served: the model.
-        request: what to generate.
+        request: see the attributes.
         on_event: called in the event loop for each event, in order; `SequenceEnd` or `SequenceFailed` comes last.
+        owner: who may begin with what others of the same owner have left, and is left what this has computed.
+        on_prompt: called in the event loop when the prompt is computed, for other sequences that begin with it; None
+            if there are none.
 
     Attributes:
+        request: what to generate.
+        prompt: what another sequence with the same prompt has computed of it.
+        cached_tokens: of the prompt that were computed for an earlier text.
         tokens: number of tokens generated so far.
         exits: those that left early.
         guesses: how many were verified, by draft and whether they stood.
     """
 
     def __init__(
-        self, served: ServedModel, request: SequenceRequest, on_event: Callable[[SequenceEvent], None]
+        self,
+        served: ServedModel,
+        request: SequenceRequest,
+        on_event: Callable[[SequenceEvent], None],
+        owner: str = "",
+        on_prompt: Callable[[Prefix | None], None] | None = None,
     ) -> None:
+        self.prompt: Prefix | None = None
+        self.cached_tokens = 0
+        self._owner = owner
+        self._on_prompt = on_prompt
+        self._session: InferenceSession | None = None
         self.tokens = 0
         self.exits = ExitCounts()
         self.guesses: Counter[tuple[str, bool]] = Counter()
         self._on_event = on_event
         self._served = served
-        self._request = request
+        self.request = request
         self._ticket = ComputeTicket(served.compute_lock)
         self._cancelled = False
         self._last_token: int | None = None
@@ -252,16 +269,23 @@ class SequenceGeneration:
 
     def _generate(self) -> str:
         """Run `generate`, and return the finish reason."""
-        request = self._request
+        request = self.request
         max_length = len(request.prompt) + request.limit
         session = self._served.model.inference_session(max_length=max_length, listener=self._on_session_event)
+        self._session = session
         try:
             images = None if request.images is None else request.images.take(self._served.model)  # takes seconds
             with self._ticket:
                 if request.scores_prompt:
                     self._score_prompt(session)
+                elif images is None:
+                    self._begin_with_prefix(session)
                 if request.limit:
                     self._generate_in(session, images)
+            self._park(session)
+        except CancelledError:
+            self._park(session)
+            raise
         except UsageError as error:
             if request.early_exit is None or type(error) not in (UsageError, ProcessorsWithState):
                 raise  # not about its options
@@ -275,12 +299,29 @@ class SequenceGeneration:
             return "tool_calls"
         return "stop" if self._output.stopped or self._last_token in self._end_tokens else "length"
 
+    def _begin_with_prefix(self, session: InferenceSession) -> None:
+        prefix = self.prompt or self._served.prefixes.find(self._owner, self.request.prompt)
+        if prefix is not None:
+            begun = session.begin_with(prefix)
+            self.cached_tokens = begun if self.prompt is None else 0
+
+    def _park(self, session: InferenceSession) -> None:
+        """Leave what was computed for the next text of the same owner."""
+        if self.request.images is None and (prefix := session.park()) is not None:
+            self._served.prefixes.add(self._owner, prefix)
+
+    def _share_prompt(self) -> None:
+        """Let the other sequences of the prompt begin, with what this one has computed of it if that is possible."""
+        on_prompt, self._on_prompt = self._on_prompt, None
+        if on_prompt is not None and self._session is not None:
+            self._call_in_loop(on_prompt, self._session.share(len(self.request.prompt)))
+
     def _score_prompt(self, session: InferenceSession) -> None:
-        if self._request.early_exit is not None:
-            session.prepare_for(self._request.early_exit)  # not possible once it has computed tokens
-        count = self._request.top_logprobs or 0
+        if self.request.early_exit is not None:
+            session.prepare_for(self.request.early_exit)  # not possible once it has computed tokens
+        count = self.request.top_logprobs or 0
         scored = prompt_scores(
-            self._served.model, session, self._request.prompt, count, before_portion=self._require_running
+            self._served.model, session, self.request.prompt, count, before_portion=self._require_running
         )
         self._emit(SequenceDelta("", prompt=scored))
 
@@ -293,7 +334,7 @@ class SequenceGeneration:
 
         Nor does one where early exit is a default that the model's own settings rule out.
         """
-        request = self._request
+        request = self.request
         streamer = ProvisionalText(self._preview, lambda text: self._emit(SequenceProvisional(text)))
         generate = partial(
             self._served.model.generate,
@@ -324,15 +365,16 @@ class SequenceGeneration:
     def _model_settings(self) -> dict[str, Any]:
         """What the request sets of the model's own generation settings."""
         settings: dict[str, Any] = {}
-        if self._request.end_tokens:
+        if self.request.end_tokens:
             settings["eos_token_id"] = sorted(self._end_tokens)
-        if self._request.repetition_penalty is not None:
-            settings["repetition_penalty"] = self._request.repetition_penalty
+        if self.request.repetition_penalty is not None:
+            settings["repetition_penalty"] = self.request.repetition_penalty
         return settings
 
     def _stopping_criterion(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
         """transformers' hook: whether the sequence is complete with the token that now stands at its end."""
         self._require_running()
+        self._share_prompt()
         if not self._output.stopped:
             self._add_token(int(input_ids[0, -1]))
         return torch.full((input_ids.shape[0],), self._output.stopped, device=input_ids.device)

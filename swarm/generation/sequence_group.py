@@ -1,6 +1,7 @@
 """The sequences of one request: starts them, follows them together, and ends them when the request ends.
 
-A request of many sequences has only some of them generated at once; as one is complete, the next one starts.
+A request of many sequences has only some of them generated at once; as one is complete, the next one starts. Those
+with the same prompt wait until the first of them has computed it, and begin with a copy.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from swarm.client.chain.prefix import Prefix
 from swarm.client.routes.events import BlocksMissing, HopLost, Recovered, RouteTaken
 from swarm.errors import SwarmError, format_blocks
 from swarm.generation.errors import GenerationCrashed
@@ -37,6 +39,9 @@ logger = logging.getLogger(__name__)
 
 MAX_PARALLEL = 8
 """Sequences of a request that are generated at once. Each is a session on every server."""
+
+MIN_SHARED_TOKENS = 64
+"""A shorter prompt is computed for each sequence, which takes less time than to wait for the first one."""
 
 
 @dataclass
@@ -75,6 +80,7 @@ class SequenceGroup:
         choices: sequences for each prompt; the tokens of a prompt are counted once.
         started_at: `time.perf_counter()` when the request came.
         metrics: None if nothing is measured.
+        owner: whose request it is: only that of the same owner begins with what this one leaves.
     """
 
     def __init__(
@@ -84,6 +90,7 @@ class SequenceGroup:
         choices: int,
         started_at: float,
         metrics: GatewayMetrics | None = None,
+        owner: str = "",
     ) -> None:
         self.timing = GenerationTiming(started_at)
         self.prompt_tokens = sum(len(request.prompt) for request in requests) // choices
@@ -93,16 +100,27 @@ class SequenceGroup:
         self._last_token_at = started_at
         self._waiting: deque[SequenceGeneration] = deque()
         self._started: list[SequenceGeneration] = []
+        self._ended = 0
+        self._owner = owner
         self._events: asyncio.Queue[tuple[int, SequenceEvent]] = asyncio.Queue()
+        self._followers = _followers(requests)
         self._generations = [self._generation(index, request) for index, request in enumerate(requests)]
 
     def _generation(self, index: int, request: SequenceRequest) -> SequenceGeneration:
         def on_event(event: SequenceEvent) -> None:
             self._events.put_nowait((index, event))
             if isinstance(event, SequenceEnd):
-                self._start_after_end(index)
+                self._ended += 1
+                on_prompt(None)
 
-        return SequenceGeneration(self._served, request, on_event)
+        def on_prompt(prefix: Prefix | None) -> None:
+            for follower in self._followers.pop(index, ()):
+                self._generations[follower].prompt = prefix
+                self._waiting.append(self._generations[follower])
+            self._start_after(index)
+
+        shares = on_prompt if index in self._followers else None
+        return SequenceGeneration(self._served, request, on_event, self._owner, shares)
 
     def __len__(self) -> int:
         return len(self._generations)
@@ -111,6 +129,12 @@ class SequenceGroup:
     def parallel(self) -> int:
         """How many sequences are generated at once."""
         return min(len(self), MAX_PARALLEL)
+
+    @property
+    def cached_tokens(self) -> int:
+        """Tokens of the prompts that were computed for earlier requests."""
+        firsts = {id(one.request.prompt): one for one in reversed(self._generations)}
+        return sum(generation.cached_tokens for generation in firsts.values())
 
     @property
     def completion_tokens(self) -> int:
@@ -129,6 +153,8 @@ class SequenceGroup:
             exits = ExitCounts.total(generation.exits for generation in self._generations)
             approximate = not all(options.verify for options in self._early_exits)
             summary["early_exit"] = {"approximate": approximate, "exits": exits.details()}
+        if self.cached_tokens:
+            summary["cached_tokens"] = self.cached_tokens
         guesses = sum((generation.guesses for generation in self._generations), Counter[tuple[str, bool]]())
         if guesses:
             summary["guesses"] = [
@@ -144,31 +170,33 @@ class SequenceGroup:
     @asynccontextmanager
     async def generating(self) -> AsyncIterator[None]:
         """Generate the sequences inside of the context; those that are not complete at its end are cancelled."""
-        self._waiting.extend(self._generations)
+        following = {index for indices in self._followers.values() for index in indices}
+        self._waiting.extend(one for index, one in enumerate(self._generations) if index not in following)
         try:
-            for _ in range(self.parallel):
-                self._start_next()
+            self._start_waiting()
             yield
         finally:
             self._waiting.clear()
+            self._followers.clear()
             for generation in self._started:
                 generation.cancel()
             # The place in the gateway's queue is given up only after the servers' caches are free again.
             await asyncio.shield(asyncio.gather(*(generation.wait_ended() for generation in self._started)))
             if self._metrics is not None:
-                self._metrics.tokens_used(self._served.name, self.prompt_tokens, self.completion_tokens)
+                used = self.prompt_tokens, self.completion_tokens, self.cached_tokens
+                self._metrics.tokens_used(self._served.name, *used)
 
-    def _start_next(self) -> None:
-        generation = self._waiting.popleft()
-        generation.start()  # fails where the process may have no more threads
-        self._started.append(generation)
+    def _start_waiting(self) -> None:
+        """Start as many as may run at once."""
+        while self._waiting and len(self._started) - self._ended < self.parallel:
+            generation = self._waiting.popleft()
+            generation.start()  # fails where the process may have no more threads
+            self._started.append(generation)
 
-    def _start_after_end(self, index: int) -> None:
-        """A sequence is complete, so that another one may start."""
-        if not self._waiting:
-            return
+    def _start_after(self, index: int) -> None:
+        """A sequence is complete or has computed its prompt, so that others may start."""
         try:
-            self._start_next()
+            self._start_waiting()
         except RuntimeError:
             logger.exception("The next sequence of a request cannot be started")
             crash = GenerationCrashed("the generation failed; the log has the details")
@@ -203,6 +231,18 @@ class SequenceGroup:
             self._metrics.next_token(self._served.name, now - self._last_token_at)
         self._last_token_at = now
         self.timing.tokens = self.completion_tokens
+
+
+def _followers(requests: Sequence[SequenceRequest]) -> dict[int, list[int]]:
+    """Which sequences begin with a copy of another one's prompt, by that one."""
+    first: dict[int, int] = {}
+    followers: dict[int, list[int]] = {}
+    for index, request in enumerate(requests):
+        leader = first.setdefault(id(request.prompt), index)
+        is_shared = len(request.prompt) >= MIN_SHARED_TOKENS and request.limit and not request.scores_prompt
+        if leader != index and is_shared and request.images is None:
+            followers.setdefault(leader, []).append(index)
+    return followers
 
 
 def merge_deltas(waiting: Sequence[tuple[int, SequenceEvent]]) -> list[tuple[int, SequenceEvent]]:

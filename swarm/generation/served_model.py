@@ -20,6 +20,7 @@ from swarm.errors import InvalidOption, UnsupportedModel, UsageError
 from swarm.generation.formats.response_format import GrammarCompiler
 from swarm.generation.formats.thinking import ThinkingSyntax, thinking_syntax
 from swarm.generation.formats.tool_calls import ToolSyntax, tool_syntax
+from swarm.generation.prefix_store import PrefixStore, default_bytes
 from swarm.models.checkpoints.checkpoint import Checkpoint
 from swarm.models.checkpoints.partial_loading import load_local_model
 from swarm.models.cutting.families import check_images
@@ -45,6 +46,7 @@ class ServedModel:
         prompts: makes tokens of conversations and texts.
         no_images: why it takes no images here; empty if it does.
         drafts: what makes the drafts of each text.
+        prefixes: what texts have left at servers.
         compute_lock: lets one sequence at a time compute its local part.
         created: Unix time.
     """
@@ -55,6 +57,7 @@ class ServedModel:
     prompts: PromptProcess
     no_images: str = "this model takes no images; leave them out"
     drafts: list[DraftSource] = field(default_factory=list)
+    prefixes: PrefixStore = field(default_factory=lambda: PrefixStore(default_bytes()))
     compute_lock: ComputeLock = field(default_factory=ComputeLock)
     created: int = field(default_factory=lambda: int(time.time()))
 

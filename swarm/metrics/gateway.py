@@ -80,6 +80,12 @@ class GatewayMetrics:
             registry=registry,
         )
         self._prompt = Counter("swarm_gateway_prompt_tokens_total", "Tokens of prompts.", ["model"], registry=registry)
+        self._cached = Counter(
+            "swarm_gateway_cached_tokens_total",
+            "Tokens of prompts that were computed for earlier requests.",
+            ["model"],
+            registry=registry,
+        )
         self._completion = Counter(
             "swarm_gateway_completion_tokens_total", "Tokens of answers.", ["model"], registry=registry
         )
@@ -117,11 +123,12 @@ class GatewayMetrics:
         """Record the time from the previous token of an answer to the next one."""
         self._token.labels(self._model(model)).observe(seconds)
 
-    def tokens_used(self, model: str, prompt: int, completion: int) -> None:
+    def tokens_used(self, model: str, prompt: int, completion: int, cached: int = 0) -> None:
         """Count a request's tokens, as in its `usage`."""
         label = self._model(model)
         self._prompt.labels(label).inc(prompt)
         self._completion.labels(label).inc(completion)
+        self._cached.labels(label).inc(cached)
 
     def client_disconnected(self) -> None:
         """Count a client that disconnected before its answer was complete."""

@@ -62,6 +62,12 @@ class ServerObserver:
     def session_totals(self, count: int, cache_used: int, cache_capacity: int) -> None:
         """The number of sessions, or the cache tokens that they reserve, changed."""
 
+    def parked_total(self, tokens: int) -> None:
+        """The cache tokens changed that are kept of sessions that have ended."""
+
+    def prefix_taken(self, asked: int, begun: int) -> None:
+        """A session begins with `begun` of the positions of an earlier one, of which its client asked for `asked`."""
+
     def adapter_total(self, size: int) -> None:
         """The total size of the stored parts of clients' adapters changed."""
 
@@ -143,6 +149,13 @@ class ServerMetrics(ServerObserver):
         self._open = _gauge("sessions_open", "Sessions that are open.", registry)
         self._cache_used = _gauge("cache_used_tokens", "Tokens reserved in the attention cache.", registry)
         self._cache_capacity = _gauge("cache_capacity_tokens", "Tokens that the attention cache can hold.", registry)
+        self._parked = _gauge("parked_tokens", "Tokens kept in the attention cache of sessions that ended.", registry)
+        self._prefixes = Counter(
+            "swarm_server_prefix_tokens_total",
+            "Tokens with which clients wanted new sessions to begin, by whether they were still there.",
+            ["outcome"],
+            registry=registry,
+        )
         self._adapter_bytes = _gauge("adapter_bytes", "Bytes of clients' adapters.", registry)
         self._memory = _gauge("memory_bytes", "Memory charged for requests.", registry)
         self._memory_capacity = _gauge("memory_capacity_bytes", "Memory that requests can have.", registry)
@@ -200,6 +213,13 @@ class ServerMetrics(ServerObserver):
 
     def points_signed(self, token_blocks: int) -> None:
         self._points.inc(token_blocks)
+
+    def parked_total(self, tokens: int) -> None:
+        self._parked.set(tokens)
+
+    def prefix_taken(self, asked: int, begun: int) -> None:
+        self._prefixes.labels("kept").inc(begun)
+        self._prefixes.labels("gone").inc(asked - begun)
 
     def session_totals(self, count: int, cache_used: int, cache_capacity: int) -> None:
         self._open.set(count)

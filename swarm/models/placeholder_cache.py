@@ -112,6 +112,18 @@ class PlaceholderCache(Cache):
         if length == 0:
             self.longest, self.sequences, self.tokens, self._real, self._sources = 0, 0, None, None, None
 
+    def begin_with(self, tokens: torch.Tensor) -> None:
+        """Before the first step: one sequence of these token ids `[length]` is computed."""
+        self.tokens, self.sequences = tokens.unsqueeze(0), 1
+        self.length = self.exact_length = self.longest = len(tokens)
+
+    @property
+    def only_tokens(self) -> torch.Tensor | None:
+        """The token ids of the only sequence, as far as they have passed all blocks; None where that is not known."""
+        if self.sequences != 1 or self.tokens is None or self._real is not None or self._sources is not None:
+            return None
+        return self.tokens[0, : self.exact_length]
+
     def layout(self, sequences: int, new: int, mask: torch.Tensor | None) -> tuple[StepLayout, torch.Tensor | None]:
         """What the next step sends, given `new` more slots for each of `sequences` sequences.
 

@@ -86,6 +86,11 @@ class Router:
         avoid = self._avoided(now)
         return tuple(one for one in self._snapshot.servers if one.peer_id not in avoid)
 
+    def offers(self, hop: Hop, now: float) -> bool:
+        """Whether a usable server holds these blocks."""
+        spans = [one.span for one in self.usable(now) if one.peer_id == hop.server.peer_id]
+        return any(one.start <= hop.span.start and hop.span.end <= one.end for one in spans)
+
     def update(
         self,
         servers: Iterable[ServerInfo],

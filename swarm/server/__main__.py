@@ -16,7 +16,6 @@ import click
 from click.core import ParameterSource
 
 from swarm.common import console
-from swarm.common.units import ByteSize
 from swarm.errors import InvalidOption
 
 if TYPE_CHECKING:  # torch and transformers are imported only once the options are known to be valid
@@ -191,7 +190,7 @@ def _server_config(options: Mapping[str, Any], peers: tuple[str, ...]) -> Server
             source=options["weights_from"],
             digests=options["digests"],
             share={"on": True, "off": False}.get(options["share_weights"]),
-            share_rate=_size_option("--share-rate", options["share_rate"]),
+            share_rate=console.parse_size("--share-rate", options["share_rate"]),
         ),
         metrics=MetricsAddress.parse(options["metrics"]) if options["metrics"] is not None else None,
         flash=FlashOption.parse(options["flash"]),
@@ -226,13 +225,6 @@ async def _serve(server: Server, model: str | None) -> None:
     await server.stop()
     if error is not None:
         raise error
-
-
-def _size_option(option: str, text: str | None) -> int | None:
-    try:
-        return ByteSize.parse(text) if text is not None else None
-    except ValueError as error:
-        raise InvalidOption(f"{option}: {error}") from None
 
 
 def _use_huge_pages() -> None:

@@ -39,7 +39,7 @@ OPTIONS = {
         "models", "--initial-peers", "--membership", "--host", "--port", "--keys", "--open", "--host-name",
         "--concurrent", "--cors", "--public-status",
         "--wire", "--exact", "--audit", "--opinions", "--points", "--digests", "--weights-from", "--early-exit",
-        "--draft", "--exits-from", "--approximate-exits",
+        "--draft", "--prefix-memory", "--exits-from", "--approximate-exits",
         "--log-format", "--help",
     },
     "worker": {

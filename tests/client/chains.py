@@ -158,6 +158,9 @@ class RoutingPlanner:
     def note_step(self, hop: Hop, seconds: float, tokens: int) -> None:
         self.router.note_step(hop, seconds, tokens, time.monotonic())
 
+    def offers(self, hop: Hop) -> bool:
+        return self.router.offers(hop, time.monotonic())
+
     def note_overtaken(self, hop: Hop, seconds: float, tokens: int) -> None:
         self.overtaken.append(hop.server.peer_id)
         self.router.note_step(hop, seconds, tokens, time.monotonic(), overtaken=True)

@@ -144,6 +144,9 @@ class NoRoutes:
 
     def note_step(self, hop: Hop, seconds: float, tokens: int) -> None: ...
 
+    def offers(self, hop: Hop) -> bool:
+        return True
+
     def note_overtaken(self, hop: Hop, seconds: float, tokens: int) -> None: ...
 
     async def refresh(self) -> None:

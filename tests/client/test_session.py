@@ -27,15 +27,16 @@ class Chain:
     def __init__(self, outcomes: list[object]) -> None:
         self._outcomes = outcomes
 
-    async def open(self) -> None:
+    async def open(self, prefix: object = None) -> int:
         outcome = self._outcomes.pop(0)
         self.is_open = isinstance(outcome, str)
         if outcome == "too late":
             raise CancelledError
         if isinstance(outcome, Exception):
             raise outcome
+        return 0
 
-    async def close(self) -> None:
+    async def close(self, keep: int = 0) -> None:
         self.is_open = False
 
 

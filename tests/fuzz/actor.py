@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -55,6 +56,7 @@ class Actor:
         self._outcomes = outcomes
         self._talks: list[Talk] = []
         self._sessions: list[SessionTalk] = []
+        self._left: list[SessionModel] = []
 
     @property
     def sent(self) -> int:
@@ -75,7 +77,7 @@ class Actor:
             self._reopen: 5,
             self._neighbors: 4,
             self._without_session: 4,
-            self._close: 3,
+            self._close: 5,
         }
         try:
             while self.sent < messages:
@@ -115,7 +117,16 @@ class Actor:
         if chosen.random() < 0.25:
             model.adapters = await self._put_adapter(talk, model)
             message = msgspec.structs.replace(message, adapters=model.adapters)
+        if model.sequences == 1 and chosen.random() < 0.5 and (source := self._source(model)) is not None:
+            length = chosen.randint(1, len(source.rows[0]))
+            message = msgspec.structs.replace(message, prefix=messages.PrefixOf(source.session_id, length))
         await self._open_at(model, talk, message)
+
+    def _source(self, model: SessionModel) -> SessionModel | None:
+        """A session at the same server, open or closed. If its blocks are others, nothing of it may be taken."""
+        found = [*self._left, *(session.model for session in self._sessions if session.model.is_certain)]
+        found = [one for one in found if one.server is model.server and len(one.rows) == 1 and one.rows[0]]
+        return self._random.choice(found) if found else None
 
     async def _put_adapter(self, talk: Talk, model: SessionModel) -> list[bytes] | None:
         """Digests of an adapter for the session, which is at the server now; None if that has no room for it."""
@@ -167,8 +178,20 @@ class Actor:
             if opened[0].next_step:
                 raise Violation(f"{talk.server.name} expects step {opened[0].next_step}, not {model.next_step}")
             model.forget()  # it has closed the session meanwhile, because others needed the room
+        if message.prefix is not None and opened[0].begun:
+            self._begin(model, message.prefix, opened[0].begun)
         model.is_known = True
         self._sessions.append(SessionTalk(model, talk))
+
+    def _begin(self, model: SessionModel, prefix: messages.PrefixOf, begun: int) -> None:
+        """The session has begun with another one's tokens; what it answers from now on shows whether with the right
+        ones."""
+        known = [*self._left, *(session.model for session in self._sessions)]
+        source = next(one for one in known if one.session_id == prefix.session_id)
+        are_alike = (source.start, source.end, source.adapters) == (model.start, model.end, model.adapters)
+        if not are_alike or begun > prefix.length:
+            raise Violation(f"{model.server.name} began a session with {begun} tokens of another one: {prefix}")
+        model.rows = [source.rows[0][:begun]]
 
     async def _step(self, session: SessionTalk) -> None:
         model = session.model
@@ -331,7 +354,10 @@ class Actor:
     async def _close(self, session: SessionTalk) -> None:
         """Close the session; whatever is said on the stream afterwards is not heard."""
         model, talk = session.model, session.talk
-        await talk.say(CLOSE)
+        keep = len(model.rows[0]) if len(model.rows) == 1 else self._random.choice((0, 5, 2**31 - 1))
+        if keep and len(model.rows) == 1 and model.is_certain:
+            self._left.append(replace(model, rows=[list(model.rows[0])]))
+        await talk.say(messages.CloseSession(keep))
         await talk.ask(*model.right_step(self._random))
         if not talk.is_over:
             raise Violation(f"{talk.server.name} goes on after a session was closed")

@@ -150,7 +150,7 @@ class SessionModel:
 
     def _expect_tokens(self, message: Any, sources: list[int] | None, payload: bytes) -> str:
         rows, tokens = len(message.counts), sum(message.counts)
-        lists = [message.starts, sources, message.offsets]
+        lists = [message.starts, sources, message.offsets, message.rope_lengths]
         if any(values is not None and len(values) != rows for values in lists):
             return REFUSED
         ends = [start + count for start, count in zip(message.starts, message.counts, strict=True)]

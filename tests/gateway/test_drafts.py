@@ -47,7 +47,7 @@ def test_answers_are_those_without_drafts(plain, client, settings):
     found, expected = (ask(one, **settings) for one in (client, plain))
     assert [choice.message.content for choice in found.choices] == [one.message.content for one in expected.choices]
     assert [choice.finish_reason for choice in found.choices] == [one.finish_reason for one in expected.choices]
-    assert found.usage == expected.usage
+    assert found.usage.total_tokens == expected.usage.total_tokens
     if "logprobs" in settings:
         ours, theirs = (one.choices[0].logprobs.content for one in (found, expected))
         assert [one.logprob for one in ours] == pytest.approx([one.logprob for one in theirs], abs=1e-3)

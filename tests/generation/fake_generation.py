@@ -19,9 +19,17 @@ from swarm.metrics.registry import new_registry
 class FakeGeneration:
     """Stands in for a generation. With a prompt `[n]`, `start` fails unless n is above 0."""
 
-    tokens = 0
+    tokens = cached_tokens = 0
 
-    def __init__(self, served: Any, request: SequenceRequest, on_event: Callable[[SequenceEvent], None]):
+    def __init__(
+        self,
+        served: Any,
+        request: SequenceRequest,
+        on_event: Callable[[SequenceEvent], None],
+        owner: str,
+        on_prompt: Any,
+    ) -> None:
+        self.request, self.on_prompt = request, on_prompt
         self.works = request.prompt[0] > 0
         self.on_event = on_event
         self.exits = ExitCounts()
@@ -44,9 +52,10 @@ class FakeGeneration:
 def make_group(monkeypatch):
     monkeypatch.setattr("swarm.generation.sequence_group.SequenceGeneration", FakeGeneration)
 
-    def make(*prompts: int) -> SequenceGroup:
+    def make(*prompts: int | list[int]) -> SequenceGroup:
         served: Any = SimpleNamespace(name="m")
-        requests = [SequenceRequest(prompt=[prompt], limit=1) for prompt in prompts]
+        texts = [[prompt] if isinstance(prompt, int) else prompt for prompt in prompts]
+        requests = [SequenceRequest(prompt=text, limit=1) for text in texts]
         return SequenceGroup(served, requests, 1, 0.0, GatewayMetrics(new_registry()))
 
     return make

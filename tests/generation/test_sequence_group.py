@@ -12,7 +12,7 @@ from swarm.generation.errors import GenerationCrashed
 from swarm.generation.formats.tool_calls import ToolCall
 from swarm.generation.sampling import SampledToken
 from swarm.generation.sequence_generation import SequenceEnd, SequenceProvisional
-from swarm.generation.sequence_group import MAX_PARALLEL, merge_deltas, route_detail
+from swarm.generation.sequence_group import MAX_PARALLEL, MIN_SHARED_TOKENS, merge_deltas, route_detail
 from swarm.generation.sequence_output import SequenceDelta
 from tests.generation.fake_generation import make_group
 from tests.infos import server_info
@@ -128,3 +128,26 @@ def test_details():
         (SequenceDelta("a"), None),
     ]:
         assert route_detail(event) == told
+
+
+@pytest.mark.parametrize("is_computed", [True, False])
+def test_of_one_prompt_the_first_sequence_begins_alone(make_group, is_computed):
+    """The others wait until it has computed the prompt, or has ended without."""
+
+    async def scenario():
+        long, prefix = [1] * MIN_SHARED_TOKENS, object()
+        group = make_group(long, long, 7, long)
+        first, second, other, last = group._generations
+        async with group.generating():
+            assert [one.running for one in group._generations] == [True, False, True, False]
+            if is_computed:
+                first.on_prompt(prefix)
+                assert [one.running for one in group._generations] == [True, True, True, True]
+            first.on_event(SequenceEnd("stop", 1))
+            assert [one.running for one in (second, other, last)] == [True, True, True]
+            assert [getattr(one, "prompt", None) for one in (second, other, last)] == [
+                *(prefix if is_computed else None, None),
+                prefix if is_computed else None,
+            ]
+
+    asyncio.run(scenario())

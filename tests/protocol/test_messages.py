@@ -81,6 +81,7 @@ CLIENT_MESSAGES: dict[type, st.SearchStrategy[messages.ClientMessage]] = {
         reply_format=formats,
         adapters=digests,
         early_exits=st.booleans(),
+        prefix=st.none() | st.builds(messages.PrefixOf, session_ids, st.integers(0, 2**31 - 2)),
         points=st.none()
         | st.builds(messages.Points, signed, st.lists(signed, max_size=messages.MAX_SHOWN_TABS).map(tuple)),
     ),
@@ -107,7 +108,7 @@ CLIENT_MESSAGES: dict[type, st.SearchStrategy[messages.ClientMessage]] = {
     ),
     messages.ReceiptRequest: st.builds(messages.ReceiptRequest, step=st.integers(0, 2**31 - 2)),
     messages.SignedTab: st.builds(messages.SignedTab, tab=signed),
-    messages.CloseSession: st.just(messages.CloseSession()),
+    messages.CloseSession: st.builds(messages.CloseSession, keep=counts),
     messages.ForwardRequest: st.builds(
         messages.ForwardRequest,
         revision=names,
@@ -139,7 +140,7 @@ CLIENT_MESSAGES: dict[type, st.SearchStrategy[messages.ClientMessage]] = {
     messages.ProbeRequest: st.builds(messages.ProbeRequest, reply_bytes=st.integers(0, messages.MAX_PROBE_BYTES)),
 }
 SERVER_MESSAGES: dict[type, st.SearchStrategy[messages.ServerMessage]] = {
-    messages.SessionOpened: st.builds(messages.SessionOpened, next_step=counts),
+    messages.SessionOpened: st.builds(messages.SessionOpened, next_step=counts, begun=counts),
     messages.StepReply: st.builds(
         messages.StepReply,
         step=counts,

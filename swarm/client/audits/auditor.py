@@ -250,6 +250,9 @@ class _OnlyRoute(RouteSource):
     def note_step(self, hop: Hop, seconds: float, tokens: int) -> None:
         self._routes.note_step(hop, seconds, tokens)
 
+    def offers(self, hop: Hop) -> bool:
+        return hop == self._hop
+
     def note_overtaken(self, hop: Hop, seconds: float, tokens: int) -> None: ...
 
     async def refresh(self) -> None: ...

@@ -23,6 +23,7 @@ from collections.abc import Callable, Sequence
 
 from swarm.client.chain.linked_hops import LinkedHops
 from swarm.client.chain.next_action import Deliver, Finished, Repair, WaitUntil, next_action
+from swarm.client.chain.prefix import ChainState, Prefix
 from swarm.client.chain.prompt_chunks import max_chunks_in_flight
 from swarm.client.chain.steps_under_way import StepsUnderWay
 from swarm.client.hops.blame import checked_up_to
@@ -34,11 +35,15 @@ from swarm.client.wire.packed_hidden import PackedHidden
 from swarm.client.wire.reply_checks import describe_hop
 from swarm.common.weak_callback import weak_callback
 from swarm.data_structures import HopTiming, Route, StepLayout
-from swarm.errors import PeerTimeout, ProtocolViolation, SessionClosed
+from swarm.errors import PeerTimeout, ProtocolViolation, SessionClosed, SwarmError
 from swarm.protocol.messages import ExitTerms, Receipt
 
 MAX_STEPS_UNDER_WAY = 32
 """Steps of a few tokens that a server may have been handed and not answered."""
+
+
+STATE_TIMEOUT_S = 2.0
+"""How long a session that is to be kept may wait for the last answers of its servers."""
 
 
 class Chain:
@@ -84,9 +89,12 @@ class Chain:
         """
         return self._hops.timings
 
-    async def open(self) -> None:
-        """Find a route and reserve cache space on its servers. Raises `MissingBlocks` or a `RemoteError`."""
-        await self._hops.open()
+    async def open(self, prefix: Prefix | None = None) -> int:
+        """Reserve cache space on the servers of a route; with how many tokens of a prefix of one sequence it begins.
+
+        Raises `MissingBlocks` or a `RemoteError`.
+        """
+        return await self._hops.open(prefix)
 
     def appends(self, layout: StepLayout) -> bool:
         """Whether a step does nothing but continue what all sequences have."""
@@ -215,10 +223,22 @@ class Chain:
             found += [receipt] if receipt is not None else []
         return found
 
-    async def close(self) -> None:
-        """Free the session on all servers."""
+    async def state(self) -> ChainState | None:
+        """What it has computed, when all servers have answered; None if that cannot be said soon, as one has failed."""
+        try:
+            async with asyncio.timeout(STATE_TIMEOUT_S):
+                await self._advance(everywhere=True)
+        except (TimeoutError, SwarmError):
+            return None
+        if not all(hop.is_sound and not hop.progress.stale for hop in self._hops):
+            return None
+        outputs = self._hops.outputs.copy() if self._context.samples is not None else None
+        return ChainState(tuple((hop.hop, hop.session_id, hop.history.copy()) for hop in self._hops), outputs)
+
+    async def close(self, keep: int = 0) -> None:
+        """Free the session on all servers, except for `keep` positions that they may keep."""
         self._closed = True
-        await self._hops.close()
+        await self._hops.close(keep)
 
     async def _require_sound(self, parts: Sequence[tuple[PackedHidden, StepLayout]], *, together: bool) -> None:
         if self._closed:

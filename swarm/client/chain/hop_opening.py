@@ -6,14 +6,17 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from swarm.client.chain.prefix import PrefixHop, histories
 from swarm.client.hops.hop_progress import NO_STEP
 from swarm.client.hops.hop_session import HopSession, SessionContext
 from swarm.client.hops.input_history import InputHistory
 from swarm.client.routes.events import Replayed
 from swarm.client.routes.route_source import MIN_ROUTES_TRIED, MissingBlocksWait, is_worth_another_server, not_finite
 from swarm.client.wire.packed_hidden import PackedHidden
+from swarm.client.wire.reply_checks import describe_hop
 from swarm.data_structures import Route, Span
-from swarm.errors import AdapterRefused, CacheFull, MissingBlocks, NotFiniteOutputs, RemoteError
+from swarm.errors import AdapterRefused, CacheFull, MissingBlocks, NotFiniteOutputs, PeerLost, RemoteError
+from swarm.protocol import messages
 
 
 @dataclass(frozen=True)
@@ -109,6 +112,47 @@ class HopOpener:
             self._routes.report_success(hop.peer_id)
         return hops, None
 
+    async def resume(self, parts: Sequence[PrefixHop], length: int) -> tuple[list[HopSession], int]:
+        """Hops at the servers that computed a prefix, and with how many of its positions they begin: with none if no
+        server has any of them.
+
+        That is as much as all have, but for those that have less than half of what another one has. A hop whose server
+        has less is stale, and one whose server is gone has an error: both have to be repaired.
+        There are no hops if no server has anything, and one is gone.
+        """
+        hops = [HopSession(self._context, part.hop, self._on_reply, self._on_change) for part in parts]
+        try:
+            results = await asyncio.gather(
+                *(
+                    self._open_with(hop, messages.PrefixOf(part.session_id, length))
+                    for hop, part in zip(hops, parts, strict=True)
+                ),
+                return_exceptions=True,
+            )
+            longest = max(hop.begun for hop in hops)
+            length = min(hop.begun for hop in hops if hop.begun >= longest / 2)
+            for hop, history, result in zip(hops, histories(parts, length), results, strict=True):
+                if length:
+                    hop.history, hop.filled_to = history, length
+                if hop.begun < length:
+                    hop.progress.on_forgotten()
+                if isinstance(result, RemoteError):
+                    hop.progress.on_failed(result)
+                elif isinstance(result, BaseException):
+                    raise result
+        except BaseException:
+            await close_all(hops)
+            raise
+        if not length and any(hop.progress.error is not None for hop in hops):
+            await close_all(hops)
+            return [], 0
+        return hops, length
+
+    async def _open_with(self, hop: HopSession, prefix: messages.PrefixOf) -> None:
+        if not self._routes.offers(hop.hop):
+            raise PeerLost(f"{describe_hop(hop.hop)} is not there any more")
+        await hop.open(1, prefix)
+
     async def _open_all(self, hops: Sequence[HopSession], rows: int) -> RemoteError | None:
         """Open all hops at once; why one of them could not be opened, or None."""
         error: RemoteError | None = None
@@ -171,10 +215,13 @@ def joined_span(hops: Sequence[HopSession]) -> Span:
     return Span(hops[0].hop.span.start, hops[-1].hop.span.end)
 
 
-async def close_all(hops: Sequence[HopSession]) -> None:
-    """Free the session at some servers. Where this is canceled, they are not told, but all streams are closed."""
+async def close_all(hops: Sequence[HopSession], keep: int = 0) -> None:
+    """Free the session at some servers, except for `keep` positions that they may keep.
+
+    Where this is canceled, they are not told, but all streams are closed.
+    """
     try:
-        await asyncio.gather(*(hop.close() for hop in hops))
+        await asyncio.gather(*(hop.close(keep) for hop in hops))
     finally:
         for hop in hops:
             hop.hang_up()  # those of which closing was canceled before it had begun

@@ -24,11 +24,12 @@ from collections.abc import Callable, Iterator, Sequence
 from swarm.client.chain.hop_opening import CacheContents, HopOpener, close_all, joined_span, neighbors_of, route_of
 from swarm.client.chain.late import Alarm, Standby, Standbys, none_late_before
 from swarm.client.chain.next_action import is_handed_on
+from swarm.client.chain.prefix import Prefix
 from swarm.client.chain.steps_under_way import StepsUnderWay
 from swarm.client.hops.blame import Finding, Verdict, checked_up_to, first_finding
 from swarm.client.hops.hop_progress import NO_STEP
 from swarm.client.hops.hop_session import HopSession, SessionContext
-from swarm.client.hops.input_history import InputHistory
+from swarm.client.hops.input_history import InputHistory, first_tokens
 from swarm.client.hops.work_sample import offer_sample
 from swarm.client.routes.events import HopLost, Recovered, RouteTaken
 from swarm.client.routes.route_source import is_worth_another_server, not_finite
@@ -132,24 +133,38 @@ class LinkedHops:
 
     # Opening and linking
 
-    async def open(self) -> None:
-        """Find a route and reserve cache space on its servers. Raises `MissingBlocks` or a `RemoteError`."""
-        hops = await self._opener.find(self._context.span, None, None, CacheContents())
+    async def open(self, prefix: Prefix | None = None) -> int:
+        """Reserve cache space on servers: those that computed the prefix if they still have it, else of a new route.
+
+        Returns with how many tokens of the prefix it begins. Raises `MissingBlocks` or a `RemoteError`.
+        """
+        hops, begun = await self._opener.resume(prefix.source.hops, len(prefix)) if prefix is not None else ([], 0)
+        if not hops:
+            hops = await self._opener.find(self._context.span, None, None, CacheContents())
         self._use(hops)
         try:
-            await self._link(range(len(hops)))
+            if prefix is not None and begun:
+                self._under_way.begin_at(begun)
+                if prefix.source.outputs is not None:
+                    self.outputs = InputHistory((first_tokens(prefix.source.outputs, begun),))
+                for hop in hops:
+                    if hop.progress.stale or hop.progress.error is not None:
+                        await self.repair(self.hops.index(hop))
+            await self._link(range(len(self.hops)))
         except BaseException:  # also when the user interrupts
+            hops = self.hops
             self._use([])
             await close_all(hops)
             raise
         self._report_route()
+        return begun
 
-    async def close(self) -> None:
-        """Free the session on all servers."""
+    async def close(self, keep: int = 0) -> None:
+        """Free the session on all servers, except for `keep` positions that they may keep."""
         for index, hop in enumerate(self.hops):
             if hop.is_sound:
                 self._offer_sample(index)
-        await asyncio.gather(close_all(self.hops), self.standbys.close())
+        await asyncio.gather(close_all(self.hops, keep), self.standbys.close())
 
     async def link_again(self) -> None:
         """Let all servers push. Only while no step is under way."""

@@ -28,6 +28,10 @@ class StepsUnderWay:
         self._lengths: tuple[int, ...] | None = ()
         """Of each sequence after the last step; None if that was given up, so that some servers may have more."""
 
+    def begin_at(self, length: int) -> None:
+        """Before the first step: there is one sequence, of so many tokens, from an earlier session."""
+        self._lengths = (length,)
+
     def appends(self, layout: StepLayout) -> bool:
         """Whether a step does nothing but continue what all sequences have."""
         lengths = (0,) * layout.sequences if self._lengths == () else self._lengths

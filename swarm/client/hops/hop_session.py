@@ -107,6 +107,7 @@ class HopSession:
         misled: what it has computed is not what this client knows, so its session has to begin again.
         record: what it has computed, as this client knows it; see `receipt`.
         filled_to: number of positions, in its longest sequence, that came in a replay: another server's work.
+        begun: number of positions that the server had from an earlier session.
 
     Args:
         context: the constants of the session.
@@ -132,7 +133,7 @@ class HopSession:
         self.claims = InputClaims(on_change)
         self.misled = False
         self.record = SessionRecord()
-        self.filled_to = 0
+        self.filled_to = self.begun = 0
         self._context = context
         self._on_reply = on_reply
         self._on_change = on_change
@@ -155,8 +156,10 @@ class HopSession:
         """Whether it has neither failed nor been misled."""
         return not self.misled and self.progress.error is None
 
-    async def open(self, rows: int = 1) -> int:
+    async def open(self, rows: int = 1, prefix: messages.PrefixOf | None = None) -> int:
         """Connect and reserve cache space for some rows; the number that the server expects of the next step.
+
+        With `prefix`, a new session begins with that, as far as the server has it; `begun` says how far.
 
         Called again, it continues the session at the server if that still knows it. Raises `PeerLost`, `PeerTimeout`,
         `ProtocolViolation`, or the `RemoteError` with which the server refuses.
@@ -174,6 +177,7 @@ class HopSession:
             early_exits=self._context.early_exits,
             sequences=rows,
             points=await wallet.points_for(self.peer_id, self._context.network.peer_id) if wallet is not None else None,
+            prefix=prefix,
         )
         began = time.perf_counter()
         async with ReplyDeadline(self.hop, min(OPEN_TIMEOUT_S, options.timeout) + adapter.upload_timeout(self.hop)):
@@ -182,6 +186,8 @@ class HopSession:
         reply = parse_reply(self.hop, frame)
         if not isinstance(reply, messages.SessionOpened):
             raise unexpected_reply(self.hop, reply)
+        if prefix is not None:
+            self.begun = min(reply.begun, prefix.length)
         if wallet is not None:
             wallet.note_tab(self.peer_id, reply.tab)
         self._opening_seconds = time.perf_counter() - began
@@ -190,6 +196,8 @@ class HopSession:
         self._settlement.begin_again()
         if reply.next_step == 0:
             self.record.clear()
+            if reply.begun < self.history.begins_at:
+                self.progress.on_forgotten()
         self._stream.listen()
         return reply.next_step
 
@@ -312,9 +320,13 @@ class HopSession:
         """
         return await self._settlement.receipt(self._send)
 
-    async def close(self) -> None:
+    async def close(self, keep: int = 0) -> None:
         """Free the session at the server, if it can still be told. Before, get its receipt and sign for it, if that is
-        to be done."""
+        to be done.
+
+        Args:
+            keep: positions that the server may keep.
+        """
         error = self.progress.error
         if error is None or isinstance(error, ServerClosing | CacheReclaimed):
             await self._settlement.settle(self._send)
@@ -324,7 +336,7 @@ class HopSession:
             self._sending.cancel()
             self._sending = None
         may_answer = self.progress.may_be_answered or not self._stream.is_listening
-        await self._stream.close(drain=may_answer and self.progress.error is None)
+        await self._stream.close(may_answer and self.progress.error is None, keep)
 
     def hang_up(self) -> None:
         """End the connection without a word."""

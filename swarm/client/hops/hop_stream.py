@@ -76,10 +76,11 @@ class HopStream:
         except PeerLost as error:
             raise PeerLost(f"{describe_hop(self._hop)} is gone: {error}") from None
 
-    async def close(self, drain: bool) -> None:
+    async def close(self, drain: bool, keep: int = 0) -> None:
         """Tell the server that the session is over, if it can still be told, and hang up.
 
         Args:
+            keep: positions that it may keep.
             drain: wait until the server has ended the stream. One that is still going to answer would fail to do so if
                 the client had hung up, and with that fails the stream on which the farewell lies unread.
         """
@@ -87,7 +88,7 @@ class HopStream:
             if self._stream is not None:
                 with suppress(RemoteError, TimeoutError):
                     async with asyncio.timeout(CLOSE_TIMEOUT_S):
-                        await self._stream.send(messages.CloseSession())
+                        await self._stream.send(messages.CloseSession(keep))
                         if drain:
                             await self._drain(self._stream)
         finally:

@@ -102,22 +102,44 @@ class _TokenRun:
     hidden_TH: torch.Tensor
 
 
-_Sequence = tuple[_TokenRun, ...]
+TokenRuns = tuple[_TokenRun, ...]
+"""The tokens of one sequence."""
 
 
 class InputHistory:
     """The inputs of one hop.
+
+    Args:
+        rows: the sequences with which it begins.
 
     Attributes:
         last: number of the newest step that is or was in it.
         folded: number of the last step that is folded for good: a replay cannot end before it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, rows: tuple[TokenRuns, ...] = ()) -> None:
         self.last = self.folded = -1
-        self._rows: tuple[_Sequence, ...] = ()
+        self._rows = rows
         self._steps: dict[int, Step] = {}
         self._unfolded = 0
+
+    @property
+    def begins_at(self) -> int:
+        """Positions of its longest sequence that came before the first step."""
+        return max(map(_length, self._rows), default=0) if self.folded < 0 else 0
+
+    def copy(self) -> InputHistory:
+        """What is in it now, for another thread."""
+        result = InputHistory(self._rows)
+        result.last, result._steps = self.last, dict(self._steps)
+        return result
+
+    def only_sequence(self, length: int) -> TokenRuns | None:
+        """The first `length` tokens; None if there are not so many of one sequence alone, numbered from 0 on."""
+        rows = self._rows_after(self.last)
+        if len(rows) != 1 or _length(rows[0]) < length or any(run.offset or run.rope_length for run in rows[0]):
+            return None
+        return first_tokens(rows[0], length)
 
     def add(self, step: Step) -> None:
         """Remember the newest step's input. A step that is known already is left as it is: it may have been folded."""
@@ -182,7 +204,7 @@ class InputHistory:
             yield StepLayout(tuple(positions), counts, None, *more), _packed(pieces)
             positions = [position + count for position, count in zip(positions, counts, strict=True)]
 
-    def _rows_after(self, done: int) -> tuple[_Sequence, ...]:
+    def _rows_after(self, done: int) -> tuple[TokenRuns, ...]:
         """The sequences after step number `done`."""
         rows = self._rows
         for number in sorted(self._steps):
@@ -191,7 +213,7 @@ class InputHistory:
         return tuple(_merged(row) for row in rows)
 
 
-def _extended(rows: tuple[_Sequence, ...], step: Step) -> tuple[_Sequence, ...]:
+def _extended(rows: tuple[TokenRuns, ...], step: Step) -> tuple[TokenRuns, ...]:
     """The sequences after a step, as `swarm.models.execution.session_cache` has them."""
     layout, hidden = step.layout, step.hidden
     flat_TH = decode_tensor(hidden.payload, hidden.tokens, hidden.hidden_size, hidden.wire, hidden.dtype, _CPU)
@@ -202,12 +224,12 @@ def _extended(rows: tuple[_Sequence, ...], step: Step) -> tuple[_Sequence, ...]:
     for (first, last), source, start, offset, length in zip(
         itertools.pairwise(bounds), sources, layout.starts, offsets, lengths, strict=True
     ):
-        past = _cut(rows[source], start) if source < len(rows) else ()
+        past = first_tokens(rows[source], start) if source < len(rows) else ()
         result.append((*past, _TokenRun(offset, length, flat_TH[first:last])) if last > first else past)
     return tuple(result)
 
 
-def _cut(row: _Sequence, length: int) -> _Sequence:
+def first_tokens(row: TokenRuns, length: int) -> TokenRuns:
     """The first `length` tokens of a sequence."""
     kept: list[_TokenRun] = []
     for run in row:
@@ -218,7 +240,7 @@ def _cut(row: _Sequence, length: int) -> _Sequence:
     return tuple(kept)
 
 
-def _merged(row: _Sequence) -> _Sequence:
+def _merged(row: TokenRuns) -> TokenRuns:
     """The same sequence in as few runs as possible, in memory of its own."""
     return tuple(
         _TokenRun(*alike, torch.cat([run.hidden_TH for run in runs]))
@@ -226,11 +248,16 @@ def _merged(row: _Sequence) -> _Sequence:
     )
 
 
-def _length(row: _Sequence) -> int:
+def run_bytes(row: TokenRuns) -> int:
+    """What a sequence takes in memory."""
+    return sum(run.hidden_TH.nbytes for run in row)
+
+
+def _length(row: TokenRuns) -> int:
     return sum(len(run.hidden_TH) for run in row)
 
 
-def _piece(row: _Sequence, position: int, size: int) -> _TokenRun:
+def _piece(row: TokenRuns, position: int, size: int) -> _TokenRun:
     """At most `size` tokens of one run of the sequence, from `position` on; none at its end."""
     for run in row:
         if position < len(run.hidden_TH):

@@ -17,6 +17,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from swarm.client.chain.prefix import Prefix
 from swarm.client.connection import SwarmConnection
 from swarm.client.early_exit.options import EarlyExit
 from swarm.client.lanes.generate_in_lanes import LaneCount, batch_size, generate_in_lanes, validate_lane_count
@@ -98,6 +99,7 @@ class DistributedModelMixin:
         listener: EventListener | None = None,
         early_exit: EarlyExit | None = None,
         keep_receipts: bool = False,
+        prefix: Prefix | None = None,
     ) -> InferenceSession:
         """A session for up to `max_length` tokens of each sequence; servers reserve cache space at the first step.
 
@@ -113,6 +115,8 @@ class DistributedModelMixin:
                 is opened for that.
             keep_receipts: have servers that are left, and all at the end, sign what they have computed; see
                 `InferenceSession.receipts`.
+            prefix: what an earlier session has computed, from its `park`. The session is opened now, begins with that,
+                and computes what follows; see `InferenceSession.begin_with`.
         """
         count = 0 if self.prompts is None else len(self.prompts)
         session = InferenceSession(self, self.swarm, max_length + count, listener, keep_receipts)
@@ -121,6 +125,8 @@ class DistributedModelMixin:
             session.early_exit = early_exit
         if count:
             session.cache = PromptedCache(session, count)
+        if prefix is not None:
+            session.begin_with(prefix)
         return session
 
     def inference_lanes(self, lanes: LaneCount = "auto", *, max_length: int) -> InferenceLanes:

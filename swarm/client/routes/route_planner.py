@@ -125,6 +125,10 @@ class RoutePlanner:
         """See `RouteSource.alternative`."""
         return self.router.alternative(current, time.monotonic(), before, after, max_length)
 
+    def offers(self, hop: Hop) -> bool:
+        """See `RouteSource.offers`."""
+        return self.router.offers(hop, time.monotonic())
+
     def note_step(self, hop: Hop, seconds: float, tokens: int) -> None:
         """See `RouteSource.note_step`."""
         self.router.note_step(hop, seconds, tokens, time.monotonic())

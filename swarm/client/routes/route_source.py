@@ -54,6 +54,9 @@ class RouteSource(Protocol):
     def alternative(self, current: Route, before: str | None, after: str | None, max_length: int) -> Alternative | None:
         """The best route over the same blocks without these servers, from what is known now; None if there is none."""
 
+    def offers(self, hop: Hop) -> bool:
+        """Whether a server is known to hold these blocks, and is not avoided."""
+
     def note_step(self, hop: Hop, seconds: float, tokens: int) -> None:
         """A server took so long for a step, as this client has measured it."""
 

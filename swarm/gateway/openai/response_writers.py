@@ -50,12 +50,13 @@ class AccumulatedAnswer:
         return "".join(self.texts)
 
 
-def usage_object(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
-    """OpenAI's `usage`: how many tokens a request took."""
+def usage_object(prompt_tokens: int, completion_tokens: int, cached_tokens: int = 0) -> dict[str, Any]:
+    """OpenAI's `usage`: how many tokens a request took, and how many of the prompt's were computed before."""
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": cached_tokens},
     }
 
 
@@ -98,7 +99,7 @@ class ResponseWriter:
         self._created = int(time.time())
         self._unknown_usage: dict[str, None] = {"usage": None} if include_usage else {}
 
-    def body(self, answers: Sequence[AccumulatedAnswer], usage: dict[str, int]) -> dict[str, Any]:
+    def body(self, answers: Sequence[AccumulatedAnswer], usage: dict[str, Any]) -> dict[str, Any]:
         """The body of a response that is not streamed."""
         choices = [
             {"index": index, **self._choice(index, answer), "finish_reason": answer.reason}
@@ -121,7 +122,7 @@ class ResponseWriter:
     def _choice(self, index: int, answer: AccumulatedAnswer) -> dict[str, Any]:
         raise NotImplementedError
 
-    def usage_chunk(self, usage: dict[str, int]) -> dict[str, Any]:
+    def usage_chunk(self, usage: dict[str, Any]) -> dict[str, Any]:
         """The chunk that ends a stream with the request's usage."""
         return {**self._envelope(self.chunk_object_type), "choices": [], "usage": usage}
 
@@ -326,6 +327,6 @@ async def complete_response(group: SequenceGroup, writer: ResponseWriter, *, wit
     return {**body, "swarm": details} if with_details else body
 
 
-def group_usage(group: SequenceGroup) -> dict[str, int]:
+def group_usage(group: SequenceGroup) -> dict[str, Any]:
     """OpenAI's `usage` of a request so far."""
-    return usage_object(group.prompt_tokens, group.completion_tokens)
+    return usage_object(group.prompt_tokens, group.completion_tokens, group.cached_tokens)

@@ -56,9 +56,13 @@ class ContiguousKV:
             stored = self.layers[number] = _grown(before[0], capacity), _grown(before[1], capacity)
         return stored
 
-    def select_sequences(self, sequences: Sequence[int], length: int) -> ContiguousKV:
-        """A new store with copies of some sequences, of which the first `length` slots are used."""
-        result = ContiguousKV(len(sequences), self.max_length)
+    def select_sequences(self, sequences: Sequence[int], length: int, max_length: int | None = None) -> ContiguousKV:
+        """A new store with copies of some sequences, of which the first `length` slots are used.
+
+        Args:
+            max_length: of the new store; None for this one's.
+        """
+        result = ContiguousKV(len(sequences), self.max_length if max_length is None else max_length)
         for number, (keys, values) in self.layers.items():
             capacity = result._grown_capacity(0, max(1, length))
             result.layers[number] = (

@@ -132,17 +132,22 @@ class PaddedKV(Cache):
             layer.truncate(length)  # type: ignore[union-attr]
 
     @classmethod
-    def from_slices(cls, pieces: Sequence[PaddedSlice]) -> PaddedKV:
-        """A new rectangle of copies of sequences, aligned at their ends."""
+    def from_slices(cls, pieces: Sequence[PaddedSlice], max_length: int | None = None) -> PaddedKV:
+        """A new rectangle of copies of sequences, aligned at their ends.
+
+        Args:
+            max_length: of the new rectangle, which then has no room ahead of need; None for that of the old one.
+        """
         length = max(piece.length for piece in pieces)
         like = pieces[0].cache
-        result = cls(len(like.layers), like.first, length, like.max_length)
+        result = cls(len(like.layers), like.first, length, like.max_length if max_length is None else max_length)
         for number in range(like.first, len(like.layers)):
             layer = result.layers[number]
             sources: list[Any] = [piece.cache.layers[number] for piece in pieces]
             if not sources[0].is_initialized:
                 continue
-            capacity = max(grown_capacity(0, sources[0].keys.shape[2], like.max_length), length)
+            room = sources[0].keys.shape[2] if max_length is None else length
+            capacity = max(grown_capacity(0, room, result.max_length), length)
             layer.keys = _assembled([source.keys for source in sources], pieces, length, capacity)
             layer.values = _assembled([source.values for source in sources], pieces, length, capacity)
             layer.is_initialized = True

@@ -178,6 +178,10 @@ class _Point:
     positions: tuple[int, ...] = ()
     states: States = field(default_factory=dict)
 
+    def first_sequence(self) -> _Point:
+        """That of the first sequence alone, in memory of its own."""
+        return _Point(self.positions[:1], {key: state[:1].clone() for key, state in self.states.items()})
+
 
 class StateHistory:
     """The states of a session's sequences: where they are, and at one point before."""
@@ -252,6 +256,16 @@ class StateHistory:
                 kept.append(one)
         if self._longest() > KEPT_INPUTS:
             self._kept, self._inputs = None, []
+
+    def first_sequence(self, length: int) -> StateHistory:
+        """The history of the first sequence alone, which goes on at `length`. Raises `WrongPosition` if it cannot."""
+        result = StateHistory()
+        if self._now.states:
+            self.inputs_again(StepLayout((length,), (1,)))
+            result._now = self._now.first_sequence()
+            result._kept = self._kept.first_sequence() if self._kept is not None else None
+            result._inputs = [list(one) for one in self._inputs[:1]]
+        return result
 
     def _position(self, source: int) -> int:
         return self._now.positions[source] if source < len(self._now.positions) else 0

@@ -74,6 +74,14 @@ class ContiguousSequences:
             self.lengths = tuple(map(min, self.lengths, layout.starts))
         return StagedContiguousSequences(self, store, layout, inputs)
 
+    def beginning(self, length: int, max_length: int) -> ContiguousSequences:
+        """See `SequenceStorage.beginning`."""
+        result = ContiguousSequences(max_length)
+        result.history = self.history.first_sequence(length)
+        result.store = self.store.select_sequences([0], length, max_length)
+        result.lengths = (length,)
+        return result
+
     def _arrange(self, layout: StepLayout) -> ContiguousKV:
         known = len(self.lengths)
         sources = layout.sources if layout.sources is not None else tuple(range(layout.sequences))
@@ -110,6 +118,10 @@ class WholeSequences:
 
     def inputs_again(self, layout: StepLayout) -> None:
         """Nothing goes back."""
+
+    def beginning(self, length: int, max_length: int) -> WholeSequences:
+        """Nothing is kept."""
+        raise WrongPosition("a forward without a session keeps nothing")
 
     def stage(self, layout: StepLayout, inputs: torch.Tensor) -> StagedWholeSequences:
         """Room for just the tokens of the step. Raises `WrongPosition` if it continues anything."""

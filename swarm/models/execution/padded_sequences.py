@@ -81,6 +81,14 @@ class PaddedSequences:
             staged.append(replace(past, length=start))
         return StagedPaddedSequences(self, staged)
 
+    def beginning(self, length: int, max_length: int) -> PaddedSequences:
+        """See `SequenceStorage.beginning`."""
+        result, first = PaddedSequences(max_length), self.sequences[0]
+        assert first.rectangle is not None
+        copy = PaddedKV.from_slices([PaddedSlice(first.rectangle, first.index, first.pad, length)], max_length)
+        result.sequences = [_PaddedSequence(copy, 0, 0, length)]
+        return result
+
 
 def compute_parts(model: SpanModel, parts: Sequence[StepPart]) -> list[torch.Tensor]:
     """Compute parts, whose sequences are `StagedPaddedSequences`, one after the other; the outputs of each."""

@@ -126,6 +126,14 @@ class PagedSequences:
         self.lengths = self._lengths_if_step_fails(layout, plans)
         return StagedPagedSequences(self, lease, ends)
 
+    def beginning(self, length: int, max_length: int) -> PagedSequences:
+        """See `SequenceStorage.beginning`. It shares the pages: whoever writes to one takes another."""
+        result = PagedSequences(self.pool)
+        pages = self.lease.tables[0][: -(-length // self.pool.page_size)]
+        self.pool.retain(pages)
+        result.lease, result.lengths = PageLease(self.pool, (pages,)), (length,)
+        return result
+
     def _continues_in_place(self, layout: StepLayout) -> bool:
         """Whether all sequences continue at their ends, in pages of their own. Quicker than a plan with no changes."""
         if layout.sources is not None or layout.starts != self.lengths:
@@ -214,6 +222,10 @@ class WholePagedSequences:
 
     def inputs_again(self, layout: StepLayout) -> None:
         """Keys and values go back by themselves."""
+
+    def beginning(self, length: int, max_length: int) -> WholePagedSequences:
+        """Nothing is kept."""
+        raise WrongPosition("a forward without a session keeps nothing")
 
     def stage(self, layout: StepLayout, inputs: torch.Tensor) -> StagedWholePages:
         """No pages yet. Raises `WrongPosition` if the step continues anything."""

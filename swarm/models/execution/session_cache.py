@@ -51,6 +51,12 @@ class SequenceStorage(Protocol):
     def inputs_again(self, layout: StepLayout) -> list[torch.Tensor] | None:
         """What has to be computed again before a step's own tokens, `[tokens, hidden]` for each sequence; or None."""
 
+    def beginning(self, length: int, max_length: int) -> SequenceStorage:
+        """A copy of the first `length` positions of the first sequence, of which none will exceed `max_length`.
+
+        Raises `WrongPosition` if blocks with states cannot go back so far.
+        """
+
     def stage(self, layout: StepLayout, inputs: torch.Tensor) -> StagedSequences:
         """Copy and roll back sequences as the layout says, without changing what the session could continue from.
 
@@ -161,6 +167,35 @@ class SessionCache:
         """
         self._storage = self._empty_storage()
         self.adapter = NO_ADAPTER
+
+    def shared(self) -> SessionCache:
+        """What is cached now, for others, who have it also when this is cleared."""
+        result = SessionCache(self.model, max_length=self.max_length)
+        result._storage = self._storage
+        return result
+
+    @torch.inference_mode()
+    def begin_with(self, other: SessionCache, length: int) -> None:
+        """Begin with a copy of the first `length` positions of another session's first sequence, in the same blocks.
+
+        Only in the thread that computes steps. Raises `WrongPosition` if they are not there, or if blocks with states
+        cannot go back so far.
+        """
+        self._storage = other._beginning(length, self.max_length or length)
+
+    @torch.inference_mode()
+    def trim(self, length: int) -> None:
+        """Keep no more than the first `length` positions of the first sequence, without room for further ones.
+
+        Raises as `begin_with`.
+        """
+        self._storage = self._beginning(length, length)
+        self.max_length = length
+
+    def _beginning(self, length: int, max_length: int) -> SequenceStorage:
+        if not 0 < length <= max(self.lengths[:1], default=0):
+            raise WrongPosition(f"position {length} is not cached; the first sequence has {self.lengths[:1] or 0}")
+        return self._storage.beginning(length, max_length)
 
     def validate_layout(self, layout: StepLayout) -> None:
         """Raise `WrongPosition` if the layout does not continue what is cached."""

@@ -152,6 +152,7 @@ from swarm.protocol.messages.session import (
     LoraShape,
     OpenSession,
     Points,
+    PrefixOf,
     ProbeReply,
     ProbeRequest,
     PushRequest,
@@ -224,6 +225,7 @@ __all__ = [
     "PartData",
     "PartsFound",
     "Points",
+    "PrefixOf",
     "ProbeReply",
     "ProbeRequest",
     "Punch",
@@ -266,7 +268,7 @@ __all__ = [
     "refusal",
 ]
 
-PROTOCOL_ID = "/swarm/9"
+PROTOCOL_ID = "/swarm/10"
 """Name of the libp2p protocol. Change the number with any change that older peers cannot read."""
 
 MEMBERS_PROTOCOL_ID = f"{PROTOCOL_ID}/members"

@@ -81,6 +81,13 @@ class Points(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     tabs: Annotated[tuple[Signed, ...], msgspec.Meta(max_length=MAX_SHOWN_TABS)] = ()
 
 
+class PrefixOf(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """The first `length` positions of another session of the same client, which is open or was closed with `keep`."""
+
+    session_id: SessionId
+    length: StepNumber
+
+
 class OpenSession(Message, frozen=True):
     """Open a session: keep attention caches for blocks [start, end), up to `max_length` tokens in each sequence.
 
@@ -92,6 +99,8 @@ class OpenSession(Message, frozen=True):
     Without it a server refuses steps that let them.
 
     With `points`, the session may go before those of others. Their owner is charged with what it takes.
+
+    With `prefix`, a new session of one sequence begins with a copy of that cache, as far as the server still has it.
     """
 
     session_id: SessionId
@@ -105,16 +114,18 @@ class OpenSession(Message, frozen=True):
     adapters: AdapterDigests | None = None
     early_exits: bool = False
     points: Points | None = None
+    prefix: PrefixOf | None = None
 
 
 class SessionOpened(Message, frozen=True):
     """The session exists. `next_step` is the number of the step that the server expects (0 for a new session).
 
-    `tab` is the newest that the server has of the owner of the points.
+    `tab` is the newest that the server has of the owner of the points. `begun` positions were taken from `prefix`.
     """
 
     next_step: Count
     tab: Signed | None = None
+    begun: Count = 0
 
 
 class ExitTerms(Message, frozen=True):
@@ -280,7 +291,13 @@ class TabKept(Message, frozen=True):
 
 
 class CloseSession(Message, frozen=True):
-    """Close the session and free its cache."""
+    """Close the session and free its cache.
+
+    Of a session with one sequence, the server may keep `keep` positions until others need the room, for the next
+    session of this client that names them as its `prefix`.
+    """
+
+    keep: Count = 0
 
 
 class WholeSequencesRequest(Message, frozen=True):

@@ -88,6 +88,8 @@ class MessageHandler:
         self._limits = limits or RequestLimits()
         self._validator = RequestValidator(model, revision, self._limits)
         store = adapters if adapters is not None else AdapterStore(time.monotonic)
+        self._engine = engine
+        sessions.parked.run_later = engine.compute_thread.post
         self._steps = SessionSteps(sessions, engine, self._validator, self._observer)
         self._unanswered = 0
         self._all_answered = asyncio.Event()
@@ -283,7 +285,7 @@ class MessageHandler:
                 return None, b""
             case messages.CloseSession():
                 if state.session is not None:
-                    self._sessions.close(state.session)
+                    self._sessions.close(state.session, keep=message.keep)
                 state.over = True
                 return None, b""
             case messages.ForwardRequest():
@@ -329,11 +331,16 @@ class MessageHandler:
         session = Session(terms, SessionCache(self._model.narrowed(span), adapter, message.max_length))
         await self._validator.load_formats(message.reply_format)
         try:
-            state.session = await self._sessions.open_session(session, message.sequences, stream)
+            state.session = await self._sessions.open_session(
+                session, message.sequences, stream, message.prefix, self._copy_cache
+            )
         except CacheFull:
             self._require_not_closing()  # if the server is leaving, say so instead
             raise
-        return messages.SessionOpened(state.session.next_step, self._points.newest_tab(spender))
+        return messages.SessionOpened(state.session.next_step, self._points.newest_tab(spender), state.session.begun)
+
+    async def _copy_cache(self, into: SessionCache, source: SessionCache, length: int) -> None:
+        await self._engine.compute_thread.run(into.begin_with, source, length)
 
     async def _settle(
         self, session: Session, message: messages.ReceiptRequest | messages.SignedTab

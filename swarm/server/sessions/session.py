@@ -64,6 +64,11 @@ class SessionTerms:
     spender: Spender | None = None
     weight: float = 1.0
 
+    def continues(self, before: SessionTerms) -> bool:
+        """Whether a session may begin with the cache of one of these terms: it would have computed the same."""
+        is_exact = not (self.early_exits or before.early_exits)
+        return is_exact and (self.peer_id, self.span, self.adapters) == (before.peer_id, before.span, before.adapters)
+
 
 class Session:
     """The state of one session.
@@ -79,6 +84,7 @@ class Session:
         record: what was computed.
         receipt: the newest that was signed, and of what.
         charged: token-blocks of it that its owner of points was charged with.
+        begun, begun_with: positions that it has from another session of its client, and the id of that.
         sequences: number of sequences for which cache is reserved.
         attached: number of open connections that use the session.
         client: the newest of them, to which replies to pushed steps go.
@@ -102,6 +108,8 @@ class Session:
         self.record = SessionRecord()
         self.receipt: tuple[Totals, Receipt] | None = None
         self.charged = 0
+        self.begun = 0
+        self.begun_with: bytes | None = None
         self.sequences = 0
         self.attached = 0
         self.client: ReplyStream | None = None

@@ -5,25 +5,33 @@ sequences. A token is one position in all blocks of the server, so a session on 
 what its last reply takes. It ends when it is closed, when its connection has been gone for `RECONNECT_TIMEOUT_S`
 seconds (until then its client may reconnect and ask for a lost reply), or when nothing has arrived for `IDLE_TIMEOUT_S`
 seconds. If another session needs its cache, it may be asked to leave before (`swarm.server.memory`).
+
+What a client wants to be kept of a session that it closes is kept in what no session has reserved (`ParkedCaches`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import dataclass
 
 from swarm.data_structures import Span
-from swarm.errors import CacheFull, UnknownSession, WrongSpan
+from swarm.errors import CacheFull, UnknownSession, WrongPosition, WrongSpan
 from swarm.metrics.server import ServerObserver
-from swarm.protocol.messages import MAX_PEER_SESSIONS
+from swarm.models.execution.session_cache import SessionCache
+from swarm.protocol.messages import MAX_PEER_SESSIONS, PrefixOf
 from swarm.server.memory import KEPT_CACHE_SHARE, MAX_PEER_CACHE_SHARE, HeldCache, MemoryPool, choose_leaving
+from swarm.server.sessions.parked_caches import ParkedCache, ParkedCaches
 from swarm.server.sessions.reply_stream import ReplyStream
 from swarm.server.sessions.session import LINK_TIMEOUT_S, Session, SessionTerms
 
 RECONNECT_TIMEOUT_S = 30.0
 IDLE_TIMEOUT_S = 1800.0
+
+CopyCache = Callable[[SessionCache, SessionCache, int], Awaitable[None]]
+"""Copies the first positions of the second cache into the first one."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +77,7 @@ class SessionTable:
         observer: is told of sessions that open and close.
 
     Attributes:
+        parked: caches of sessions that have ended.
         ask_to_leave: tells the client of a session that the session is over, because others need its cache.
         on_closed: is told of each session that is over.
     """
@@ -86,6 +95,7 @@ class SessionTable:
         self._page = page
         self._sizes = sizes
         self._pool = MemoryPool(self.capacity, peer_share)
+        self.parked = ParkedCaches(self.tokens_reserved)
         self.ask_to_leave: Callable[[Session], None] = lambda session: None
         self.on_closed: Callable[[Session], None] = lambda session: None
         self._now = now
@@ -101,11 +111,20 @@ class SessionTable:
         """Tokens of cache that are not reserved."""
         return self._pool.free
 
-    async def open_session(self, session: Session, sequences: int = 1, client: ReplyStream | None = None) -> Session:
+    async def open_session(
+        self,
+        session: Session,
+        sequences: int = 1,
+        client: ReplyStream | None = None,
+        prefix: PrefixOf | None = None,
+        copy: CopyCache | None = None,
+    ) -> Session:
         """Register the session with cache for `sequences`, or return the session that this client has under its id.
 
         Args:
             client: the connection that uses it from now on.
+            prefix: what a new session begins with, as far as it is still there; `session.begun` says how far.
+            copy: copies so many positions of another cache into the session's. May raise `WrongPosition`.
 
         Raises:
             WrongSpan: the id is in use for other blocks or adapters, or with another `early_exits`.
@@ -133,7 +152,10 @@ class SessionTable:
         session.attached += 1
         self.note_use(session)
         try:
-            await self.reserve_cache(session, sequences)
+            parked = await self.reserve_cache(session, sequences, prefix if known is None else None)
+            if known is None and prefix is not None and copy is not None:
+                await self._begin_with(session, prefix, parked, copy)
+                self._observer.prefix_taken(prefix.length, session.begun)
         except BaseException:
             self.detach(session)
             if known is None:
@@ -143,6 +165,23 @@ class SessionTable:
             self._observer.session_opened()
         session.client = client  # a connection that was refused does not replace one that works
         return session
+
+    async def _begin_with(
+        self, session: Session, prefix: PrefixOf, parked: ParkedCache | None, copy: CopyCache
+    ) -> None:
+        """Begin a new session with what another one of its client has, or has left (`parked`)."""
+        source, length = self._sessions.get((session.terms.peer_id, prefix.session_id)), prefix.length
+        if parked is not None:
+            terms, cache, length = parked.terms, parked.cache, min(length, parked.length)
+        elif source is not None and source is not session:
+            terms, cache = source.terms, source.cache.shared()  # it may be closed meanwhile
+        else:
+            return
+        if session.terms.continues(terms) and session.sequences == 1 and length <= session.terms.max_length:
+            with suppress(WrongPosition):
+                await copy(session.cache, cache, length)
+                session.begun, session.begun_with = length, prefix.session_id
+            self.require_open(session)
 
     async def find_for_push(self, previous_peer: str, client: str, session_id: bytes, sequences: int = 1) -> Session:
         """The session of `client` into which `previous_peer` may push a step of so many sequences.
@@ -166,12 +205,16 @@ class SessionTable:
         if self._sessions.get(session.key) is not session:
             raise UnknownSession("the session has expired; open it again")
 
-    async def reserve_cache(self, session: Session, sequences: int) -> None:
+    async def reserve_cache(
+        self, session: Session, sequences: int, prefix: PrefixOf | None = None
+    ) -> ParkedCache | None:
         """Reserve cache for `sequences` in all, waiting for it as long as the session's client allows.
+
+        Returns what is kept of `prefix`; its room may be the session's from now on.
 
         Raises `CacheFull`, and changes nothing, if there is none, or `UnknownSession` if the session is closed.
         """
-        terms = session.terms
+        terms, parked = session.terms, None
         async with session.reserving:
             self.require_open(session)
             more = self.tokens_reserved(terms, sequences) - self.tokens_reserved(terms, session.sequences)
@@ -186,8 +229,11 @@ class SessionTable:
                     raise
                 self.require_open(session)
                 session.sequences = sequences
+                parked = self.parked.find(terms.peer_id, prefix.session_id) if prefix is not None else None
+                self.parked.fit(self.free, parked)
                 self._report()
         self.note_use(session)
+        return parked
 
     def note_use(self, session: Session) -> None:
         """Something has arrived for the session."""
@@ -229,10 +275,22 @@ class SessionTable:
             session.client = None
         self.note_use(session)
 
-    def close(self, session: Session, reason: str = "closed") -> None:
-        """Forget the session and free its cache. The reason is for the observer."""
+    def close(self, session: Session, reason: str = "closed", keep: int = 0) -> None:
+        """Forget the session and free its cache.
+
+        Args:
+            reason: for the observer.
+            keep: positions to be kept for the client's next session; none if it has more than one sequence.
+        """
+        kept = None
+        if keep and session.sequences == 1 and not session.terms.early_exits:
+            kept = session.cache.shared()
         if self._forget(session) and session.sequences:  # otherwise it was never open
             self._observer.session_closed(reason)
+            if kept is not None:
+                self.parked.put(session.terms, kept, keep, session.begun_with)
+                self.parked.fit(self.free)
+                self._report()
 
     def _forget(self, session: Session) -> bool:
         """Returns False if it was forgotten before."""
@@ -250,11 +308,13 @@ class SessionTable:
 
     def _report(self) -> None:
         self._observer.session_totals(len(self), self.capacity - self.free, self.capacity)
+        self._observer.parked_total(self.parked.tokens)
 
     def clear(self) -> None:
         """Close all sessions."""
         for session in list(self._sessions.values()):
             self.close(session, "ended")
+        self.parked.clear()
 
     def expire(self) -> None:
         """Close the sessions whose client is gone."""

@@ -120,16 +120,18 @@ class _Attack:
         session_id = self._random.randbytes(16)
         step = messages.StepRequest(0, [0], [tokens], wire, "float32")
         forged = messages.Signed(self._random.randbytes(choose((0, 80, 2048))), b"ssh-rsa AAAA", b"====")
+        prefix = choose((None, messages.PrefixOf(self._random.randbytes(16), choose((0, 1, 2**31 - 2)))))
         points = choose((None, messages.Points(forged, (forged,) * choose((0, 4)))))
         return choose(
             (
-                (messages.OpenSession(session_id, *span, choose((1, 8, 64)), wire, points=points), b""),
+                (messages.OpenSession(session_id, *span, choose((1, 8, 64)), wire, points=points, prefix=prefix), b""),
                 (messages.SignedTab(forged), b""),
                 (step, payload),
                 (messages.PushRequest(self._peer.peer_id, session_id, step), payload),
                 (messages.ReplayRequest(0, [0], [tokens], wire, "float32", None, True), payload),
                 (messages.SetNeighbors(self._peer.peer_id, server.peer_id, session_id), b""),
                 (messages.GiveUp(0, 1), b""),
+                (messages.CloseSession(choose((0, 1, 64, 2**31 - 1))), b""),
                 (messages.ReceiptRequest(choose((0, 1, 2**31 - 2))), b""),
                 (messages.ForwardRequest(*span, [tokens], wire, "float32", wire), payload),
                 (messages.BackwardRequest(*span, [tokens], wire, "float32", wire), payload * 2),

@@ -409,6 +409,36 @@ def test_a_session_that_is_cleared_holds_nothing(llama):
     both.append(2, 2)
 
 
+@settings(slow, max_examples=25)
+@given(length=st.integers(1, 30), behind=st.integers(0, 30), new=st.integers(1, 9), trims=st.booleans())
+def test_a_session_begins_with_a_part_of_another(llama, length, behind, new, trims):
+    """Both go on, each with its own tokens, whether or not the first one has left and only that part of it is kept."""
+    first, second = Both(llama), Both(llama)
+    first.append(length + behind)
+    source = first.cache.shared()
+    if trims:
+        first.cache.clear()
+        source.trim(length)
+    second.cache.begin_with(source, length)
+    second.reference.histories = [first.reference.histories[0][:length]]
+    for _ in range(3):
+        second.append(new)
+        if not trims:
+            first.append(new)
+    second.step(StepLayout((length // 2,), (2,)))
+
+
+def test_what_is_trimmed_holds_no_more_than_it_has(llama):
+    elsewhere, page = held(llama), 1 if llama.strategy.paging is None else llama.strategy.paging.pool.page_size
+    cache = SessionCache(llama, max_length=2000)
+    cache.step(torch.randn(900, HIDDEN), StepLayout((0,), (900,)))
+    cache.trim(64)
+    assert held(llama) - elsewhere == -(-64 // page) * page
+    for length in (0, 65):
+        with pytest.raises(WrongPosition):
+            SessionCache(llama).begin_with(cache, length)
+
+
 def refused(cache: SessionCache, layout: StepLayout) -> None:
     before = cache.lengths
     with pytest.raises(WrongPosition):

@@ -173,3 +173,22 @@ def test_a_forward_without_a_session(model):
     outputs = forward_without_cache(model, hidden, StepLayout((0, 0, 0), (3, 3, 2)))
     for text, output in zip(texts, outputs.split([3, 3, 2]), strict=True):
         assert_same(output, in_one_piece(model, text))
+
+
+@pytest.mark.parametrize("new", [1, 5])
+def test_a_session_begins_with_a_part_of_another(model, new):
+    """At its end or a little before. Farther back it cannot."""
+    text = [number % len(POOL) for number in range(110)]
+    first = Session(model)
+    first.step([0], [text[:30]])
+    for token in text[30:]:
+        first.step([len(first.texts[0])], [[token]])
+    for length in (110, 106):
+        second = Session(model)
+        second.cache.begin_with(first.cache.shared(), length)
+        second.texts = [text[:length]]
+        second.step([length], [text[:new]])
+        second.step([length + new], [text[:1]])
+    with pytest.raises(WrongPosition):
+        Session(model).cache.begin_with(first.cache, 7)
+    first.step([110], [text[:2]])
