@@ -140,7 +140,7 @@ def test_compose_reads_the_files(files):
 
 
 NOT_HAPPENED = {
-    "gateway_refused", "client_hops_lost", "client_bans", "server_errors", "server_rebalances",
+    "gateway_refused", "client_hops_lost", "client_bans", "server_errors", "server_rebalances", "server_prefix_tokens",
     "client_exits", "client_exits_verified", "client_guesses", "client_audits", "server_exits", "dht_refused_records",
 }  # fmt: skip
 """What the dashboard shows and a swarm that is well has none of, and what nobody asks for here: early exit, audits."""
