@@ -7,8 +7,8 @@ Each turn of a conversation brings new words, and all that was said before; at t
 `--tokens` tokens. The time to the first token is compared with that of a conversation that has only the new words, and
 with that of a gateway that keeps nothing (`--prefix-memory 0`). The three take turns.
 
-Then a stranger, with a key of his own, asks what others have asked, and what no one has: neither must find anything,
-and the times must not differ (Mann-Whitney test).
+Then another key asks what the first one has asked before, and what is new. It must find nothing in either case, and the
+times must not differ (Mann-Whitney test).
 
 The model has random weights, and each of its tokens is a word, so that answers come back as the tokens that they were.
 """

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from swarm.client.chain.chain import Chain
-from swarm.client.chain.prefix import Prefix, PrefixSource, prefix_source
+from swarm.client.chain.prefix import AdapterDigests, Prefix, PrefixSource, prefix_source
 from swarm.client.chain.prompt_chunks import chunk_slots
 from swarm.client.connection import SwarmConnection
 from swarm.client.early_exit.options import EarlyExit
@@ -98,7 +98,7 @@ class InferenceSession:
         self.grows = False
         self.begun = 0
         self._began_with: PrefixSource | None = None
-        self._digests: list[bytes] | None = None
+        self._digests: AdapterDigests = (None, None)
         self._connection = connection
         self._local: LocalSession | None = None
         self._early_exits = False
@@ -308,7 +308,7 @@ class InferenceSession:
         if self._chain is not None:
             raise UsageError("the session is open; begin another one with the prefix")
         source = prefix.source
-        if source.owner is self._connection and type(self.cache) is PlaceholderCache and not self._early_exits:
+        if source.connection is self._connection and type(self.cache) is PlaceholderCache and not self._early_exits:
             self._open_chain(prefix.first(self.max_length))
             if self.begun:
                 self.cache.begin_with(prefix.tokens[: self.begun])
@@ -318,7 +318,7 @@ class InferenceSession:
         return self.begun
 
     def park(self) -> Prefix | None:
-        """Close the session, and let servers keep what it has computed as long as no one else needs the room.
+        """Close the session. Its servers may keep what it has computed until other sessions need the room.
 
         Returns what another session can `begin_with`; None if that is not possible: with several sequences, padding,
         virtual tokens, approximate caches, texts whose rotary frequencies depend on their length, or lost servers.
@@ -449,14 +449,16 @@ class InferenceSession:
         if self._chain is None or not self._chain.is_open:
             self._close_chain()
             parts = adapter_parts(self._model.remote_blocks.adapter, Span(0, self._connection.blocks))
-            self._digests = pack_adapter(parts).digests(Span(0, self._connection.blocks))
-            if prefix is not None and prefix.source.adapter != self._digests:
-                prefix = None
             remote_parts = {block: part for block, part in parts.items() if block in self._connection.span}
             if self._connection.local is not None:
                 self._local = self._connection.local.session(detach_parts(parts))
-            # Assigned before it is open: if Ctrl-C interrupts the opening, the chain still has to be closed.
             self._adapter = pack_adapter(remote_parts)
+            own = pack_adapter({block: part for block, part in parts.items() if block not in remote_parts})
+            whole = Span(0, self._connection.blocks)
+            self._digests = self._adapter.digests(whole), own.digests(whole)
+            if prefix is not None and prefix.source.adapter != self._digests:
+                prefix = None
+            # Assigned before it is open: if Ctrl-C interrupts the opening, the chain still has to be closed.
             self._chain = self._new_chain()
             self.begun = self._connection.run(self._chain.open(prefix))
         return self._chain

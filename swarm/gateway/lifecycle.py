@@ -80,9 +80,9 @@ def serve_gateway(
         _require_keys(address, settings, has_keys=keys is not None, is_reachable=not is_loopback(listening))
         models = _load_models(stack, sources, options, exits)
         add_drafts(models, drafts)
+        memory = default_bytes() if settings.prefix_memory is None else settings.prefix_memory
         for served in models:
-            memory = settings.prefix_memory
-            served.prefixes = PrefixStore(default_bytes() // len(models) if memory is None else memory // len(models))
+            served.prefixes = PrefixStore(memory // len(models))
         gateway = GatewayState(models, settings, keys, new_registry())
         stack.callback(gateway.close)
         joined = models[0].model.swarm.config

@@ -29,8 +29,8 @@ def default_bytes() -> int:
 class PrefixStore:
     """The prefixes of one model. Its methods may be called from any thread.
 
-    Only their owner finds them, so that from how long an answer takes no one learns what others have asked
-    (CVE-2025-46570). Where memory is short, the owner who holds most gives up what it has used least recently.
+    A prefix is found by its owner only. Otherwise, the time of an answer would tell what others have asked
+    (CVE-2025-46570). If memory is short, the owner with the most bytes loses its least recently used prefix.
 
     Args:
         capacity: bytes of this client's memory that all may take.
@@ -38,15 +38,14 @@ class PrefixStore:
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
-        self._prefixes: dict[int, tuple[str, Prefix]] = {}  # the least recently used first
-        self._next = 0
+        self._prefixes: list[tuple[str, Prefix]] = []  # the least recently used first
         self._lock = threading.Lock()
 
     @property
     def bytes(self) -> int:
         """Bytes that all take."""
         with self._lock:
-            return sum(prefix.bytes for _, prefix in self._prefixes.values())
+            return sum(prefix.bytes for _, prefix in self._prefixes)
 
     def __len__(self) -> int:
         return len(self._prefixes)
@@ -55,16 +54,12 @@ class PrefixStore:
         """The longest prefix of a prompt that the owner has, without the prompt's last token; None if it is short."""
         asked = torch.tensor(tokens[:-1])
         with self._lock:
-            lengths = {
-                number: _common(prefix.tokens, asked)
-                for number, (its_owner, prefix) in self._prefixes.items()
-                if its_owner == owner
-            }
-            best = max(lengths, key=lambda number: lengths[number], default=None)
-            if best is None or lengths[best] < MIN_PREFIX_TOKENS:
+            lengths = [_common(prefix.tokens, asked) if its == owner else 0 for its, prefix in self._prefixes]
+            if max(lengths, default=0) < MIN_PREFIX_TOKENS:
                 return None
-            self._prefixes[best] = found = self._prefixes.pop(best)
-            return found[1].first(lengths[best])
+            best = max(range(len(lengths)), key=lengths.__getitem__)
+            self._prefixes.append(self._prefixes.pop(best))
+            return self._prefixes[-1][1].first(lengths[best])
 
     def add(self, owner: str, prefix: Prefix) -> None:
         """Keep a prefix for its owner. Those that are contained in it are not kept any more."""
@@ -72,21 +67,22 @@ class PrefixStore:
         if len(prefix) < MIN_PREFIX_TOKENS or size > self.capacity:
             return
         with self._lock:
-            for number, (its_owner, other) in list(self._prefixes.items()):
-                if its_owner == owner and _common(other.tokens, tokens) == len(other):
-                    del self._prefixes[number]
-            self._prefixes[self._next] = owner, prefix
-            self._next += 1
+            self._prefixes = [
+                (its, other)
+                for its, other in self._prefixes
+                if its != owner or _common(other.tokens, tokens) < len(other)
+            ]
+            self._prefixes.append((owner, prefix))
             self._make_room()
 
     def _make_room(self) -> None:
         held = Counter[str]()
-        for owner, prefix in self._prefixes.values():
+        for owner, prefix in self._prefixes:
             held[owner] += prefix.bytes
         while held.total() > self.capacity or len(self._prefixes) > MAX_PREFIXES:
-            most = max(held, key=lambda owner: held[owner])
-            number = next(number for number, (owner, _) in self._prefixes.items() if owner == most)
-            held[most] -= self._prefixes.pop(number)[1].bytes
+            most = max(held, key=held.__getitem__)
+            first = next(place for place, (owner, _) in enumerate(self._prefixes) if owner == most)
+            held[most] -= self._prefixes.pop(first)[1].bytes
 
 
 def _common(first: torch.Tensor, second: torch.Tensor) -> int:

@@ -306,9 +306,10 @@ class SequenceGeneration:
             self.cached_tokens = begun if self.prompt is None else 0
 
     def _park(self, session: InferenceSession) -> None:
-        """Leave what was computed for the next text of the same owner."""
-        if self.request.images is None and (prefix := session.park()) is not None:
-            self._served.prefixes.add(self._owner, prefix)
+        """Leave what was computed for the next text of the same owner, unless this process keeps nothing."""
+        prefixes = self._served.prefixes
+        if prefixes.capacity and self.request.images is None and (prefix := session.park()) is not None:
+            prefixes.add(self._owner, prefix)
 
     def _share_prompt(self) -> None:
         """Let the other sequences of the prompt begin, with what this one has computed of it if that is possible."""

@@ -60,7 +60,7 @@ def test_nothing_is_kept_without_memory() -> None:
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.booleans()), max_size=30))
-def test_an_owner_who_has_more_than_others_gives_up_what_he_used_least_recently(uses: list[tuple[str, bool]]) -> None:
+def test_the_owner_of_most_loses_its_least_recently_used_prefix(uses: list[tuple[str, bool]]) -> None:
     """A model of it: for each owner a list, in the order of use."""
     store, expected = PrefixStore(4 * SIZE), {owner: [] for owner in "abc"}  # type: ignore[var-annotated]
     for number, (owner, is_new) in enumerate(uses):

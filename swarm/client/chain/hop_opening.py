@@ -116,9 +116,9 @@ class HopOpener:
         """Hops at the servers that computed a prefix, and with how many of its positions they begin: with none if no
         server has any of them.
 
-        That is as much as all have, but for those that have less than half of what another one has. A hop whose server
-        has less is stale, and one whose server is gone has an error: both have to be repaired.
-        There are no hops if no server has anything, and one is gone.
+        They begin with as much as all servers have, except servers that have less than half of the longest. A hop whose
+        server has too little is stale, and one whose server is gone has an error: the caller repairs both. If no server
+        has anything and one of them is gone, there are no hops.
         """
         hops = [HopSession(self._context, part.hop, self._on_reply, self._on_change) for part in parts]
         try:

@@ -1,7 +1,7 @@
 """What a session has computed, for later sessions that begin with the same tokens.
 
-The servers keep their caches as long as nobody needs the room; only they know the sessions by their ids, which nothing
-leads back to tokens. This client keeps what went into each server, so that what one of them has lost is replayed.
+The servers keep their caches until other sessions need the room. They know a session by a random id, from which no one
+can tell its tokens. This client keeps what went into each server, and replays it to one that has lost its cache.
 """
 
 from __future__ import annotations
@@ -14,6 +14,9 @@ import torch
 from swarm.client.hops.input_history import InputHistory, TokenRuns, first_tokens, run_bytes
 from swarm.client.local_blocks import LocalSession
 from swarm.data_structures import Hop
+
+AdapterDigests = tuple[list[bytes] | None, list[bytes] | None]
+"""Digests of what is added to the servers' blocks, and to the client's own; None for nothing."""
 
 
 @dataclass(frozen=True)
@@ -39,17 +42,17 @@ class PrefixSource:
         length: how many tokens the session had.
         hops: the servers, in the order of the route.
         outputs: of the last one; None if they are not known.
-        adapter: digests of what is added to the blocks; None for nothing.
+        adapter: what is added to the blocks.
         local: the caches of the client's own blocks; None if it has none.
-        owner: the client's connection; prefixes are of no use to another one.
+        connection: of the client that made it. Another one cannot use it.
     """
 
     length: int
     hops: tuple[PrefixHop, ...]
     outputs: TokenRuns | None
-    adapter: list[bytes] | None
+    adapter: AdapterDigests
     local: LocalSession | None
-    owner: object
+    connection: object
 
     def move_to(self, later: PrefixSource, begun: int) -> None:
         """A session that began with so much of this is parked. If that has all of it, servers keep only that."""
@@ -96,7 +99,7 @@ class ChainState:
 
 
 def prefix_source(
-    state: ChainState, length: int, adapter: list[bytes] | None, local: LocalSession | None, owner: object
+    state: ChainState, length: int, adapter: AdapterDigests, local: LocalSession | None, connection: object
 ) -> PrefixSource | None:
     """The source of a prefix of `length` tokens; None if the chain has several sequences, or not so many tokens."""
     inputs = [history.only_sequence(length) for _, _, history in state.hops]
@@ -106,7 +109,7 @@ def prefix_source(
         for (hop, session_id, _), runs in zip(state.hops, inputs, strict=True)
         if runs is not None
     ]
-    return PrefixSource(length, tuple(hops), outputs, adapter, local, owner) if len(hops) == len(inputs) else None
+    return PrefixSource(length, tuple(hops), outputs, adapter, local, connection) if len(hops) == len(inputs) else None
 
 
 def histories(hops: Sequence[PrefixHop], length: int) -> list[InputHistory]:

@@ -1,8 +1,7 @@
 """Caches of sessions that have ended, kept for the next sessions of their clients that begin with the same tokens.
 
-They take only what no session has reserved, and are not in the account of sessions: `fit` is told what is free. The
-client that holds most of what is kept gives room first: of its caches, the least recently used one, and of that the
-tail.
+They take only what no session has reserved, and are not charged to any: `fit` is told how much is free. If that is too
+little, the client with the most parked tokens loses the tail of its least recently used cache first.
 """
 
 from __future__ import annotations
@@ -90,7 +89,7 @@ class ParkedCaches:
         return found
 
     def fit(self, free: int, wanted: ParkedCache | None = None) -> None:
-        """Give room until all of them together take no more than `free`, and there are no more than `MAX_PARKED`.
+        """Shrink or drop caches until together they take at most `free`, and are at most `MAX_PARKED`.
 
         Args:
             wanted: what a session is going to copy, within what is reserved for it: it goes last, and whole.

@@ -207,6 +207,20 @@ def test_local_blocks_have_it_too(folder: Path, local: Any) -> None:
         assert next_turn(model, prefix, tokens)[:2] == (greedy(local, tokens, NEW)[0].tolist(), len(prefix))
 
 
+def test_another_adapter_begins_with_nothing(swarm: TestSwarm) -> None:
+    """What was computed with other factors is not what these give; with the same ones it is used."""
+    with run_client(swarm, dtype="float32", wire="none", tuning_mode="lora") as model:
+        text, prefix = left(model, prompt(30))
+        tokens = torch.cat([text, prompt(5)], dim=1)
+        assert next_turn(model, prefix, tokens)[1] == len(prefix)
+        with torch.no_grad():
+            for parameter in model.lora.parameters():
+                parameter += 0.05
+        written, begun, _ = next_turn(model, prefix, tokens)
+        assert begun == 0
+        assert written == greedy(model, tokens)[0].tolist()
+
+
 def test_what_cannot_be_kept(model: Any) -> None:
     session = model.inference_session(max_length=200)
     assert session.park() is None  # nothing was computed
