@@ -5,10 +5,10 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 
-from swarm.client.speculation.drafts import Choose, Context, Guess
+from swarm.client.speculation.drafts import Choose, Context, Draft, Guess
 
 
-class PlantedDraft:
+class PlantedDraft(Draft):
     """A draft that is right with a probability, and does not know when.
 
     Args:

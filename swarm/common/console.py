@@ -112,8 +112,8 @@ def draft_option(function: F) -> F:
         metavar="DRAFT",
         default=("copies",),
         help="What guesses the next tokens, so that many are under way at once: 'copies' for what stood in the text "
-        "before, or the folder or hub id of a small model with the same tokens, which runs here. May be repeated; "
-        "'none' for nothing. Answers stay the same.  [default: copies]",
+        "before, or the folder or hub id of a draft head, or of a small model with the same tokens, which runs here. "
+        "May be repeated; 'none' for nothing. Answers stay the same.  [default: copies]",
     )(function)
 
 

@@ -12,18 +12,20 @@ from importlib.util import find_spec
 from typing import Any
 
 from swarm.client.model.auto_model import AutoDistributedModelForCausalLM
-from swarm.client.model.speculation import draft_sources
+from swarm.client.model.speculation import DraftChoice, draft_sources
 from swarm.client.speculation.drafts import DraftSource
 from swarm.client.threads.compute_lock import ComputeLock
 from swarm.common.warn_once import WarnOnce
-from swarm.errors import InvalidOption, UnsupportedModel, UsageError
+from swarm.errors import AdapterError, AdapterMismatch, InvalidOption, UnsupportedModel, UsageError
 from swarm.generation.formats.response_format import GrammarCompiler
 from swarm.generation.formats.thinking import ThinkingSyntax, thinking_syntax
 from swarm.generation.formats.tool_calls import ToolSyntax, tool_syntax
 from swarm.generation.prefix_store import PrefixStore, default_bytes
+from swarm.models.adapters.adapter_files import MAX_WEIGHTS_BYTES, AdapterSource
 from swarm.models.checkpoints.checkpoint import Checkpoint
 from swarm.models.checkpoints.partial_loading import load_local_model
 from swarm.models.cutting.families import check_images
+from swarm.models.draft_head import HEAD_FILE
 from swarm.models.tokenizers.chat_template import template_text
 from swarm.models.tokenizers.end_token import add_end_token
 from swarm.models.tokenizers.image_prompt import NO_PACKAGE
@@ -146,37 +148,60 @@ class ServedModel:
 
 
 def add_drafts(models: Sequence[ServedModel], drafts: Sequence[str]) -> None:
-    """Add each draft to every model that has its tokens.
+    """Add each draft to every model for which it can guess.
 
     Args:
-        drafts: "copies", the folders or hub ids of small models, which are loaded here, or "none", which adds nothing.
+        drafts: "copies", the folders or hub ids of draft heads, or of small models, which are loaded here, or "none",
+            which adds nothing.
 
     Raises:
-        InvalidOption: a draft cannot be loaded, or none of the models has its tokens.
+        InvalidOption: a draft cannot be loaded, or fits none of the models.
     """
     for draft in drafts:
         if draft == "none":
             continue
         try:
-            fits, sources = _models_and_sources(models, draft)
+            fits = _fitting(models, draft)
         except (OSError, ValueError, UsageError) as error:
             raise InvalidOption(f"--draft {draft} cannot be loaded: {error}") from error
         if not fits:
             names = ", ".join(served.name for served in models)
             raise InvalidOption(
-                f"--draft {draft} has other tokens than {names}; use a small model of the same family, or 'copies'"
+                f"--draft {draft} fits none of {names}: a small model needs the same tokens, and a draft head guesses "
+                "only for the model for which it was trained; use another one, or 'copies'"
             )
-        for served in fits:
-            served.drafts += sources
+        for served, choice in fits:
+            served.drafts += draft_sources(served.model, choice)
 
 
-def _models_and_sources(models: Sequence[ServedModel], draft: str) -> tuple[Sequence[ServedModel], list[DraftSource]]:
-    """The models for which a draft can guess, and what makes it for each text, if there are any."""
+def _fitting(models: Sequence[ServedModel], draft: str) -> list[tuple[ServedModel, DraftChoice]]:
+    """The models for which a draft can guess, and what `generate` takes for it."""
     if draft == "copies":
-        return models, draft_sources(draft)
+        return [(served, draft) for served in models]
+    if _is_draft_head(draft):
+        return [(served, "head") for served in models if _takes_head(served, draft)]
     vocabulary = load_tokenizer(draft).get_vocab()
     fits = [served for served in models if served.tokenizer.get_vocab() == vocabulary]
-    return fits, draft_sources(load_local_model(draft).eval()) if fits else []
+    if not fits:
+        return []
+    small = load_local_model(draft).eval()
+    return [(served, small) for served in fits]
+
+
+def _is_draft_head(draft: str) -> bool:
+    try:
+        return AdapterSource(draft).fetch(HEAD_FILE, MAX_WEIGHTS_BYTES) is not None
+    except AdapterError:  # the hub does not answer; a small model may be on this machine
+        return False
+
+
+def _takes_head(served: ServedModel, draft: str) -> bool:
+    """Load a draft head for a model; False if it is for another one."""
+    try:
+        served.model.load_draft(draft)
+    except AdapterMismatch:
+        return False
+    return True
 
 
 def _why_no_images(checkpoint: Checkpoint) -> str:

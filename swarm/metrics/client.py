@@ -21,7 +21,7 @@ BAN_REASONS: Mapping[str, str] = {
 }
 """Labels for the reasons of `swarm.routing.peer_health.PeerFailure`, which this package must not import."""
 
-DRAFTS = ("copies", "model")
+DRAFTS = ("copies", "model", "head")
 """Labels of drafts; others are a caller's own."""
 
 

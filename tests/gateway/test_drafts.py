@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import openai
 import pytest
+import torch
 
 from swarm.errors import InvalidOption
 from swarm.models.checkpoints.checkpoint import DEMO_FOLDER
 from tests import zoo
 from tests.gateway.test_early_exit import SETTINGS, ask, done
 from tests.gateways import GatewayProcess, run_gateway
-from tests.swarms import TestSwarm
+from tests.swarms import TestSwarm, run_client
 from tests.waiting import wait_until
 
 STORY = "Tell it again: " + 3 * "Once upon a time there was a girl who lived in a house. "
@@ -67,6 +69,23 @@ def test_details_and_metrics_say_what_was_guessed(client, gateway, plain):
     assert gateway.metric("swarm_client_guesses_total") > 0
     assert "guesses" not in done(plain, None)
     assert "guesses" not in done(client, {"threshold": 0.5}), "early exit guesses by itself"
+
+
+def test_a_draft_head_is_loaded_from_its_folder(swarm, plain, tmp_path):
+    with run_client(swarm) as model:
+        model.train_draft([torch.randint(2048, (640,))], passes=1)
+        model.save_draft(tmp_path)
+        model.draft_head.base = replace(model.draft_head.base, revision="another")
+        model.save_draft(tmp_path / "other")
+    with run_gateway(swarm, drafts=[str(tmp_path)]) as running, _client(running) as made:
+        wait_until(lambda: any(one["draft"] == "head" for one in done(made, None, max_tokens=64).get("guesses", ())))
+        found, expected = (ask(one, temperature=0).choices[0].message.content for one in (made, plain))
+        assert found == expected
+    with (
+        pytest.raises(InvalidOption, match=r"fits none of .* only for the model for which it was trained"),
+        run_gateway(swarm, drafts=[str(tmp_path / "other")]),
+    ):
+        pass
 
 
 def test_a_draft_with_other_tokens_is_refused(swarm, tmp_path):

@@ -26,6 +26,7 @@ from swarm.client.model.exit_generation import sample_with_exits
 from swarm.client.model.generation_loop import LoopCall
 from swarm.client.model.remote_sequential import RemoteLayer, RemoteSequential
 from swarm.client.model.speculation import DraftChoice, assisted_draft, draft_sources, generate_with_drafts
+from swarm.client.model.train_draft import DraftMixin
 from swarm.client.model.train_exits import ExitsMixin
 from swarm.client.model.transformers_hooks import insert_virtual_tokens
 from swarm.client.routes.events import EventListener
@@ -200,7 +201,7 @@ class DistributedModelMixin:
         )
 
 
-class DistributedGenerationMixin(ExitsMixin, DistributedModelMixin):
+class DistributedGenerationMixin(ExitsMixin, DraftMixin, DistributedModelMixin):
     """Mixin of distributed language models: `generate` over sessions and lanes."""
 
     def generate(
@@ -226,10 +227,10 @@ class DistributedGenerationMixin(ExitsMixin, DistributedModelMixin):
                 session says, and never without one. Unless all sequences of a batch leave together, or inside servers'
                 spans, each has a session of its own, as with lanes.
             draft: what guesses the next tokens, so that many are under way at once: "copies" for what stood in the
-                text before, a small model with the same tokens that runs here, a function that makes a `Draft` of your
-                own, or several of these. The tokens are those without. Each text of a batch has a session of its own.
-                transformers' `assistant_model`, also with `assistant_tokenizer`, and `prompt_lookup_num_tokens` do the
-                same.
+                text before, "head" for the draft head that `train_draft` has made, a small model with the same tokens
+                that runs here, a function that makes a `Draft` of your own, or several of these. The tokens are those
+                without. Each text of a batch has a session of its own. transformers' `assistant_model`, also with
+                `assistant_tokenizer`, and `prompt_lookup_num_tokens` do the same.
 
         Raises:
             UsageError: the arguments cannot be divided among lanes, or tokens cannot leave early or be guessed in this
@@ -244,7 +245,7 @@ class DistributedGenerationMixin(ExitsMixin, DistributedModelMixin):
             kwargs["prompt_images"] = self._tower.take(tokens, kwargs)
         images = kwargs.get("prompt_images")
         arguments = {"inputs": inputs, **kwargs}
-        drafts = draft_sources(draft)
+        drafts = draft_sources(self, draft)
         is_divided = early_exit is not None and early_exit.needs_sessions
         if (is_divided or drafts or self._is_assisted(kwargs)) and session is None and batch_size(arguments) > 1:
             lanes = batch_size(arguments)
@@ -376,7 +377,7 @@ class DistributedGenerationMixin(ExitsMixin, DistributedModelMixin):
                 assistant_tokenizer=assistant_tokenizer,
             )
             return generate_with_drafts(self, [CandidateDraft(generator, input_ids.device)], call)
-        return generate_with_drafts(self, [make() for make in draft_sources(choice)], call)
+        return generate_with_drafts(self, [make() for make in draft_sources(self, choice)], call)
 
     def prepare_inputs_for_generation(
         self,

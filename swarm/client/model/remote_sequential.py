@@ -209,6 +209,15 @@ class RemoteLayer(nn.Module):
         finally:
             self._local.blocks = None
 
+    @contextmanager
+    def heard(self, listener: Callable[[torch.Tensor], object]) -> Iterator[None]:
+        """Meanwhile, `listener` is handed what the blocks answer to forwards of this thread."""
+        self._local.listener = listener
+        try:
+            yield
+        finally:
+            self._local.listener = None
+
     @property
     def is_replaced(self) -> bool:
         """Whether something else computes the blocks of this thread's forwards, so that no call belongs to them."""
@@ -216,6 +225,8 @@ class RemoteLayer(nn.Module):
 
     def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         result: torch.Tensor = (self._local.blocks if self.is_replaced else self._compute)(hidden_states)
+        if (listener := getattr(self._local, "listener", None)) is not None:
+            listener(result)
         # The layers of a family return a tensor (0 outputs), or a tuple that begins with one.
         return (result,) + (None,) * (self._outputs - 1) if self._outputs else result
 

@@ -11,19 +11,23 @@ from torch import nn
 
 from swarm.client.chain.prompt_chunks import chunk_overhead
 from swarm.client.model.generation_loop import LoopCall, ModelForward
+from swarm.client.model.train_exits import read_hidden
 from swarm.client.session import StepUnderWay
-from swarm.client.speculation.drafts import CopyDraft, Draft, DraftSource, ModelDraft
+from swarm.client.speculation.drafts import CopyDraft, Draft, DraftSource, HeadDraft, ModelDraft
 from swarm.client.speculation.stream_decoder import MAX_GROUP, StreamDecoder
+from swarm.client.threads.compute_lock import shared_with_no_lane
 from swarm.errors import UsageError
 from swarm.models.cutting.families import has_states
+from swarm.models.exits.direct_reading import DirectReading
 from swarm.models.rope_lengths import has_dynamic_rope
 
 DraftChoice = str | nn.Module | DraftSource
-"""What `generate(draft=...)` takes: "copies", a causal language model of transformers, or what makes a `Draft`."""
+"""What `generate(draft=...)` takes: "copies", "head", a causal language model of transformers, or what makes a `Draft`.
+"""
 
 
-def draft_sources(choice: DraftChoice | Sequence[DraftChoice] | None) -> list[DraftSource]:
-    """What makes the drafts of each text, in the order in which they are asked; none for None.
+def draft_sources(model: Any, choice: DraftChoice | Sequence[DraftChoice] | None) -> list[DraftSource]:
+    """What makes the drafts of each text of a distributed model, in the order in which they are asked; none for None.
 
     Raises:
         UsageError: a choice is none of those that are possible.
@@ -31,12 +35,16 @@ def draft_sources(choice: DraftChoice | Sequence[DraftChoice] | None) -> list[Dr
     if choice is None:
         return []
     choices = list(choice) if isinstance(choice, Sequence) and not isinstance(choice, str) else [choice]
-    return [_source(one) for one in choices]
+    return [_source(model, one) for one in choices]
 
 
-def _source(choice: Any) -> DraftSource:
+def _source(model: Any, choice: Any) -> DraftSource:
     if choice == "copies":
         return CopyDraft
+    if choice == "head":
+        if model.draft_head is None:
+            raise UsageError("draft='head': there is no draft head; call model.train_draft or model.load_draft first")
+        return partial(_head_draft, model)
     if isinstance(choice, nn.Module):
         if hasattr(choice, "remote_layer"):
             raise UsageError(
@@ -47,9 +55,14 @@ def _source(choice: Any) -> DraftSource:
     if callable(choice):
         return choice  # type: ignore[no-any-return]
     raise UsageError(
-        f"draft={choice!r} is neither 'copies', nor a model of transformers, nor a function without "
+        f"draft={choice!r} is neither 'copies' nor 'head', nor a model of transformers, nor a function without "
         "arguments that returns a Draft"
     )
+
+
+def _head_draft(model: Any) -> HeadDraft:
+    read = DirectReading(lambda hidden_11H: read_hidden(model, hidden_11H)[:, -1], shared_with_no_lane)
+    return HeadDraft(model.draft_head, model.get_input_embeddings(), read)
 
 
 def assisted_draft(config: Any, assistant_model: Any) -> Any:
@@ -83,11 +96,13 @@ def generate_with_drafts(model: Any, drafts: Sequence[Draft], call: LoopCall) ->
             "session and past_key_values out"
         )
     mask_1T = call.arguments.get("attention_mask")
-    known = session.position
-    logits_1V, forward = call.prefill(model)
+    known, answers = session.position, list[torch.Tensor]()
+    with model.remote_layer.heard(answers.append):
+        logits_1V, forward = call.prefill(model)
     mask_1T = mask_1T[:, -tokens_1T.shape[1] :] if mask_1T is not None else None
     limits = [call.max_length - 1] + ([] if session.grows else [session.max_length])
     padding = 0 if mask_1T is None else int((mask_1T == 0).sum())
+    _observe(drafts, tokens_1T, mask_1T, torch.cat(answers, 1)[0])
     decoder = StreamDecoder(
         drafts,
         session,
@@ -103,6 +118,17 @@ def generate_with_drafts(model: Any, drafts: Sequence[Draft], call: LoopCall) ->
         1 if has_states(model.config) else MAX_GROUP,
     )
     return call.result(decoder.generate(tokens_1T, mask_1T, logits_1V, session.position - known))
+
+
+def _observe(
+    drafts: Sequence[Draft], tokens_1T: torch.Tensor, mask_1T: torch.Tensor | None, hidden_NH: torch.Tensor
+) -> None:
+    """Tell drafts the hidden states of the prompt, as far as they were computed now."""
+    real_T = torch.ones_like(tokens_1T[0], dtype=torch.bool) if mask_1T is None else mask_1T[0].bool()
+    hidden_NH = hidden_NH[-len(real_T) :]  # without virtual tokens
+    hidden_NH = hidden_NH[real_T[-len(hidden_NH) :].to(hidden_NH.device)]
+    for draft in drafts:
+        draft.observe(int(real_T.sum()) - len(hidden_NH), hidden_NH)
 
 
 def guess_room(limit: int, rope_limit: int | None, padding: int, has_dynamic_rope: bool) -> Callable[[int], int]:

@@ -99,7 +99,7 @@ class ExitsMixin:
         """
         with ExitStack() as stack:
             if progress is None:
-                progress = _ShownProgress(stack)
+                progress = ShownProgress(stack, "Training exits")
             exits, quality = train_exits(self, texts, boundaries, kind, progress)
         self._use(exits)
         return quality
@@ -119,16 +119,16 @@ class ExitsMixin:
         object.__setattr__(self, "exits", exits.to(self.device))  # type: ignore[attr-defined]
 
 
-class _ShownProgress:
+class ShownProgress:
     """Shows how many parts of the training are done, until `stack` closes."""
 
-    def __init__(self, stack: ExitStack) -> None:
-        self._stack = stack
+    def __init__(self, stack: ExitStack, title: str) -> None:
+        self._stack, self._title = stack, title
         self._bar: Any = None
 
     def __call__(self, done: int, total: int) -> None:
         if self._bar is None:
-            self._bar = self._stack.enter_context(console.progress_bar("Training exits", total, "part"))
+            self._bar = self._stack.enter_context(console.progress_bar(self._title, total, "part"))
         self._bar.update()
 
 
@@ -152,22 +152,20 @@ def train_exits(
     chosen = sorted(set(boundaries if boundaries is not None else model.swarm.boundaries()))
     if not chosen or not all(0 < block < blocks for block in chosen):
         raise UsageError(f"boundaries={chosen}: tokens can leave in front of blocks 1 to {blocks - 1}")
-    batches = list(_batches(texts, model.config))
-    if len(batches) < 2:
-        raise UsageError(f"the texts have to be longer: at least {2 * BATCH_WINDOWS} sequences of a few tokens each")
-    base, total = base_model(model), len(batches) + len(chosen)
-    fits = {block: LensFit(base.hidden_size, lambda hidden_NH: _read(model, hidden_NH)) for block in chosen}
+    parts = list(batches(texts, model.config))
+    base, total = base_model(model), len(parts) + len(chosen)
+    fits = {block: LensFit(base.hidden_size, lambda hidden_NH: read_tokens(model, hidden_NH)) for block in chosen}
     held_out: dict[int, list[torch.Tensor]] = {block: [] for block in (*chosen, blocks)}
     seen: dict[int, list[torch.Tensor]] = {block: [] for block in held_out}
-    for number, tokens_RT in enumerate(batches):
+    for number, tokens_RT in enumerate(parts):
         states = hidden_states(model, tokens_RT, [*chosen, blocks])
-        is_held_out = number % HELD_OUT == HELD_OUT - 1 or number == len(batches) - 1
+        is_held_out = held_out_part(number, len(parts))
         for block, one in states.items():
             _keep((held_out if is_held_out else seen)[block], one.flatten(0, 1).cpu())
         if kind == "lens" and not is_held_out:
             for block, fit in fits.items():
                 inputs_NH, final_NH = torch.cat(seen[block]), torch.cat(seen[blocks])
-                fit.learn(inputs_NH, final_NH, tokens_RT.numel(), number / len(batches))
+                fit.learn(inputs_NH, final_NH, tokens_RT.numel(), number / len(parts))
         progress(number + 1, total)
     before = (model.exits or TrainedExits(base)).to(torch.device("cpu"))  # as the hidden states that are kept
     lenses = before.lenses if kind == "classifier" else {b: one for b, one in before.lenses.items() if b not in chosen}
@@ -184,7 +182,7 @@ def train_exits(
             if with_lens > without:  # a model that was trained for exits may be read best without a lens
                 lenses[block], after = lens, with_lens
         quality.append(ExitQuality(block, without, after))
-        progress(len(batches) + number + 1, total)
+        progress(len(parts) + number + 1, total)
     return TrainedExits(base, lenses, classifiers), quality
 
 
@@ -235,7 +233,7 @@ def _agrees(model: Any, exits: TrainedExits, block: int, states: dict[int, list[
     lens, right = exits.lenses.get(block), []
     for hidden_NH, final_NH in zip(states[block], states[model.swarm.blocks], strict=True):
         early_NH = lens(hidden_NH) if lens is not None else hidden_NH
-        both = [_read(model, one).argmax(-1) for one in (early_NH, final_NH)]
+        both = [read_tokens(model, one).argmax(-1) for one in (early_NH, final_NH)]
         right.append((both[0] == both[1]).cpu())
     return torch.cat(right)
 
@@ -245,9 +243,12 @@ def _agreement(model: Any, exits: TrainedExits, block: int, states: dict[int, li
     return float(_agrees(model, exits, block, states).float().mean())
 
 
-def _read(model: Any, hidden_NH: torch.Tensor) -> torch.Tensor:
-    """The logits `[N, V]` float32 of tokens, on the model's device; hidden states may be anywhere."""
-    return read_hidden(model, hidden_NH.unsqueeze(0).to(model.device))[0]
+def read_tokens(model: Any, hidden_NH: torch.Tensor) -> torch.Tensor:
+    """The logits `[N, V]` float32 of tokens, on the model's device; hidden states may be anywhere.
+
+    Each is read as a text of its own, because a model with learned positions has no texts of any length.
+    """
+    return read_hidden(model, hidden_NH.unsqueeze(1).to(model.device))[:, 0]
 
 
 def _keep(kept: list[torch.Tensor], rows: torch.Tensor) -> None:
@@ -257,11 +258,22 @@ def _keep(kept: list[torch.Tensor], rows: torch.Tensor) -> None:
         del kept[0]
 
 
-def _batches(texts: Sequence[torch.Tensor], config: Any) -> Iterator[torch.Tensor]:
-    """Sequences of the same length `[R, T]`, a few at a time."""
+def held_out_part(number: int, parts: int) -> bool:
+    """Whether nothing is learned from part `number` of so many."""
+    return number % HELD_OUT == HELD_OUT - 1 or number == parts - 1
+
+
+def batches(texts: Sequence[torch.Tensor], config: Any) -> Iterator[torch.Tensor]:
+    """Sequences of the same length `[R, T]`, a few at a time; at least two parts.
+
+    Raises:
+        UsageError: there is not enough text.
+    """
     length = min(WINDOW_TOKENS, getattr(config.get_text_config(), "max_position_embeddings", None) or WINDOW_TOKENS)
     tokens = torch.cat([text.flatten() for text in texts]) if texts else torch.empty(0, dtype=torch.long)
     length = max(2, min(length, len(tokens) // (2 * BATCH_WINDOWS)))
+    if len(tokens) < 2 * BATCH_WINDOWS * length:
+        raise UsageError(f"the texts have to be longer: at least {2 * BATCH_WINDOWS} sequences of a few tokens each")
     windows = tokens[: len(tokens) // length * length].view(-1, length)
     order = torch.randperm(len(windows), generator=torch.Generator().manual_seed(0))
     for first in range(0, len(windows) - BATCH_WINDOWS + 1, BATCH_WINDOWS):

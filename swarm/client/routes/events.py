@@ -123,7 +123,7 @@ class GuessVerified:
     """The model's answer to a guess of speculative decoding.
 
     Attributes:
-        draft: what has made it: "model", "copies", or the name of one of the caller's own.
+        draft: what has made it: "model", "copies", "head", or the name of one of the caller's own.
         stands: whether its token stands; else all behind it was given up.
     """
 

@@ -1,4 +1,4 @@
-"""Where guesses come from: a small model, or what stands in the text before.
+"""Where guesses come from: a small model, a draft head, or what stands in the text before.
 
 A draft is asked again after every few tokens, about a text that ends in its own earlier guesses or, when those were
 wrong, in other tokens. So it keeps what it has computed of a text, and goes back to where the new one departs.
@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
+from swarm.models.draft_head import DraftHead, HeadText
 from swarm.models.known_text import KnownText
 
 
@@ -47,7 +48,7 @@ Temperature, penalties and random numbers are those with which the swarm's model
 """
 
 
-class Draft(Protocol):
+class Draft:
     """A source of guesses for one text.
 
     Attributes:
@@ -56,8 +57,12 @@ class Draft(Protocol):
 
     name: str
 
+    def observe(self, first: int, hidden_NH: torch.Tensor) -> None:
+        """Be told the hidden states behind the last block of the tokens from number `first` on, which stand."""
+
     def propose(self, context: Context, count: int, choose: Choose) -> Sequence[Guess]:
         """At most `count` tokens that follow the context, one behind the other; none if it has no idea."""
+        raise NotImplementedError
 
 
 DraftSource = Callable[[], Draft]
@@ -70,7 +75,7 @@ MAX_PLACES = 16
 """Places of one beginning that are compared: the last ones."""
 
 
-class CopyDraft:
+class CopyDraft(Draft):
     """Guesses that the text goes on as it did before: what followed the longest match of its last tokens.
 
     Prompt look-up decoding (Saxena, 2023), with the length of the match as confidence.
@@ -110,7 +115,33 @@ def _match_length(tokens: Sequence[int], place: int) -> int:
     return next((length for length in range(most) if tokens[place - 1 - length] != tokens[end - 1 - length]), most)
 
 
-class ModelDraft:
+class _ReadingDraft(Draft):
+    """Guesses what stands in logits.
+
+    Args:
+        vocabulary: tokens that it knows. It has no idea what follows others, such as an image's.
+        logits: `[V]` behind a text; None if it has no idea.
+    """
+
+    def __init__(self, vocabulary: int, logits: Callable[[Sequence[int]], torch.Tensor | None]) -> None:
+        self._vocabulary, self._logits = vocabulary, logits
+
+    def propose(self, context: Context, count: int, choose: Choose) -> list[Guess]:
+        tokens, guesses = list(context.tokens), list[Guess]()
+        if max(tokens) >= self._vocabulary:
+            return []
+        while len(guesses) < count and tokens[-1] < self._vocabulary:
+            logits_V = self._logits(tokens)
+            if logits_V is None:
+                break
+            token = choose(tokens[len(context.tokens) :], logits_V)
+            chance = float(logits_V.float().softmax(-1)[token]) if token < len(logits_V) else 0.0
+            guesses.append(Guess(token, chance))
+            tokens.append(token)
+        return guesses
+
+
+class ModelDraft(_ReadingDraft):
     """Guesses by a small causal language model with the same tokens as the swarm's model (Leviathan et al., 2023).
 
     Its keys and values are kept for as long as the text only grows, and cut where guesses were wrong.
@@ -125,23 +156,32 @@ class ModelDraft:
     name = "model"
 
     def __init__(self, model: Any) -> None:
-        self._text = KnownText(model)
-        self._vocabulary = model.get_input_embeddings().num_embeddings
-
-    def propose(self, context: Context, count: int, choose: Choose) -> list[Guess]:
-        tokens, guesses = list(context.tokens), list[Guess]()
-        if max(tokens) >= self._vocabulary:  # such as an image's
-            return []
-        while len(guesses) < count and tokens[-1] < self._vocabulary:
-            logits_V = self._text.logits(tokens)
-            token = choose(tokens[len(context.tokens) :], logits_V)
-            chance = float(logits_V.float().softmax(-1)[token]) if token < len(logits_V) else 0.0
-            guesses.append(Guess(token, chance))
-            tokens.append(token)
-        return guesses
+        super().__init__(model.get_input_embeddings().num_embeddings, KnownText(model).logits)
 
 
-class CandidateDraft:
+class HeadDraft(_ReadingDraft):
+    """Guesses by a draft head, which the client has trained: see `swarm.models.draft_head`.
+
+    Args:
+        embeddings: of the swarm's model.
+        read: hidden states `[1, 1, H]` behind its last block to logits `[1, V]`.
+    """
+
+    name = "head"
+
+    def __init__(self, head: DraftHead, embeddings: Any, read: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__(embeddings.num_embeddings, self._read_guess)
+        self._text, self._read, self._dtype = HeadText(head, embeddings), read, embeddings.weight.dtype
+
+    def observe(self, first: int, hidden_NH: torch.Tensor) -> None:
+        self._text.learn(first, hidden_NH)
+
+    def _read_guess(self, tokens: Sequence[int]) -> torch.Tensor | None:
+        hidden_H = self._text.guess(tokens)
+        return None if hidden_H is None else self._read(hidden_H.view(1, 1, -1).to(self._dtype))[0]
+
+
+class CandidateDraft(Draft):
     """Guesses by one of transformers' own candidate generators, for drafts with another vocabulary.
 
     Universal assisted decoding (Timor et al., 2025): their texts are translated from tokenizer to tokenizer.

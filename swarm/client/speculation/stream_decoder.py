@@ -325,6 +325,9 @@ class StreamDecoder:
                 self._give_up_guesses(flight.step.before + number + 1)
             if self._finished or not right:
                 break
+        first = self._certain - self._padding - stood - 1
+        for draft in self._drafts:
+            draft.observe(first, hidden_1NH[0, :stood])
         now = self._clock()
         if flight.sent_at is not None:
             self._policy.pace.on_round(now - flight.sent_at)

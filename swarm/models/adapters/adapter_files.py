@@ -63,7 +63,7 @@ class AdapterSource:
 
     def config(self) -> Any:
         """The parsed JSON of the config file. Raises `AdapterError` if the file is missing or unreadable."""
-        path = self._fetch(CONFIG_FILE, MAX_CONFIG_BYTES)
+        path = self.fetch(CONFIG_FILE, MAX_CONFIG_BYTES)
         if path is None:
             raise AdapterError(f"{self.name} has no {CONFIG_FILE}, so it is not an adapter")
         try:
@@ -73,7 +73,7 @@ class AdapterSource:
 
     def weights(self) -> Path:
         """Path of the safetensors file. Raises `AdapterError` if it is missing; the message names a pickled file."""
-        path = self._fetch(WEIGHTS_FILE, MAX_WEIGHTS_BYTES)
+        path = self.fetch(WEIGHTS_FILE, MAX_WEIGHTS_BYTES)
         if path is not None:
             return path
         for name in PICKLED_WEIGHTS_FILES:
@@ -88,8 +88,12 @@ class AdapterSource:
     def _folder(self) -> Path:
         return Path(self.name).expanduser()
 
-    def _fetch(self, file: str, limit: int) -> Path | None:
-        """The local path of a file, or None if there is no such file."""
+    def fetch(self, file: str, limit: int) -> Path | None:
+        """The local path of a file, or None if there is no such file.
+
+        Raises:
+            AdapterError: it has more than `limit` bytes, or the hub cannot be asked.
+        """
         if self._folder.is_dir():
             path = self._folder / file
             size = path.stat().st_size if path.is_file() else None

@@ -151,19 +151,30 @@ def _opened(path: Path, base: BaseModel) -> Iterator[tuple[safe_open, StoredExit
     """The file, and what its header says; shapes are checked before anything is read."""
     try:
         with safe_open(path, framework="pt", device="cpu") as stored:
-            _require_base(stored.metadata() or {}, base, path)
+            require_base(stored.metadata() or {}, base, path, FORMAT, "exits", "model.train_exits")
             yield stored, _read_header(stored, base, path)
     except (SafetensorError, OSError) as error:
         raise AdapterError(f"{path} is not a readable safetensors file: {error}") from error
 
 
-def _require_base(metadata: Mapping[str, str], base: BaseModel, path: Path) -> None:
-    if metadata.get("format") != FORMAT:
-        raise AdapterError(f"{path} does not hold exits of a model; train them with model.train_exits")
+def require_base(
+    metadata: Mapping[str, str], base: BaseModel, path: Path, file_format: str, what: str, method: str
+) -> None:
+    """Check what a file says of itself.
+
+    Args:
+        what: it should hold, which `method` trains.
+
+    Raises:
+        AdapterMismatch: it was trained for another model or revision.
+        AdapterError: it holds something else.
+    """
+    if metadata.get("format") != file_format:
+        raise AdapterError(f"{path} does not hold {what} of a model; {method} trains that")
     if metadata.get("revision") != base.revision:
         raise AdapterMismatch(
             f"{path} was trained for revision {metadata.get('revision')} of {metadata.get('name')}, and this is "
-            f"{base.revision} of {base.name}; train exits for it with model.train_exits"
+            f"{base.revision} of {base.name}; train {what} for it with {method}"
         )
 
 

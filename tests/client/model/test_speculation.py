@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, StoppingCriteriaList,
 from swarm import EarlyExit
 from swarm.client.model.speculation import assisted_draft, guess_room
 from swarm.client.routes.events import GuessVerified, Replayed
-from swarm.client.speculation.drafts import Choose, Context, CopyDraft, Guess
+from swarm.client.speculation.drafts import Choose, Context, CopyDraft, Draft, Guess
 from swarm.errors import ProcessorsWithState, UsageError
 from tests import zoo
 from tests.client.conftest import SPANS
@@ -169,7 +169,7 @@ def test_states_go_back_without_a_replay(tmp_path: Path) -> None:
     local = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     truth, events = write(local, prompt()), list[Any]()
 
-    class OftenWrong:
+    class OftenWrong(Draft):
         name = "often wrong"
 
         def propose(self, context: Context, count: int, choose: Choose) -> list[Guess]:

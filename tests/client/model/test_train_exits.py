@@ -17,8 +17,9 @@ from swarm.client.model.train_exits import LensFit, fit_classifier, hidden_state
 from swarm.client.tuning.options import TuningOptions
 from swarm.common import console
 from swarm.errors import AdapterMismatch, NoExitClassifiers, UsageError
+from tests import zoo
 from tests.client import prompts
-from tests.swarms import TestSwarm, run_client
+from tests.swarms import TestSwarm, run_client, run_swarm
 from tests.zoo import BLOCKS
 
 
@@ -103,6 +104,12 @@ def test_a_client_in_half_precision_trains_and_uses_exits(swarm):
         assert sum(one.after for one in quality) > sum(one.before for one in quality)
         expected = greedy(model, early_exit=None)
         assert greedy(model, early_exit=EarlyExit(threshold=0.0)).equal(expected)
+
+
+def test_learned_positions_end_before_the_tokens_that_are_read(tmp_path):
+    folder = zoo.make_checkpoint("gpt2", tmp_path)
+    with run_swarm(folder, ("0:3", "3:6"), dtype="float32") as swarm, run_client(swarm, dtype="float32") as model:
+        assert model.train_exits([text(4800)], boundaries=[3])[0].after > 0
 
 
 def test_a_classifier_is_asked_where_there_is_one(model, local):
