@@ -22,7 +22,7 @@ import torch
 import uvloop
 
 from benchmarks.common import machine
-from benchmarks.common.delayed import DelayedPeer
+from benchmarks.common.delayed import DelayedPeer, Network
 from benchmarks.common.shapes import SHAPES, make_model, split_blocks
 from benchmarks.common.slow_network import slow_servers
 from benchmarks.common.tables import spread
@@ -146,7 +146,7 @@ def info_of(name: str, span: Span, revision: str) -> ServerInfo:
 def over_libp2p(path: Path, servers: int, delay: float, tokens: int, repeats: int) -> Seconds:
     """Measure servers that are processes, and the whole client from embeddings to the final norm."""
     found: Seconds = {push: [] for push in PUSH}
-    DelayedPeer.seconds = delay
+    DelayedPeer.network = Network.read(str(delay))
     connection.Peer = DelayedPeer  # type: ignore[attr-defined, misc]
     with slow_servers(path, split_blocks(SHAPES[SHAPE].num_hidden_layers, servers), delay) as address:
         models: dict[bool, Any] = {

@@ -26,7 +26,7 @@ from typing import Any
 import httpx
 
 from benchmarks.common import machine
-from benchmarks.common.delayed import DelayedPeer
+from benchmarks.common.delayed import DelayedPeer, Network
 from benchmarks.common.slow_network import slow_servers
 from benchmarks.common.tables import spread, table, times
 from benchmarks.serving.gateway import MODEL, PROMPT, SPANS
@@ -130,7 +130,7 @@ def gateway(delay: float) -> Iterator[str]:
 def run_gateway(delay: float, *arguments: str) -> None:
     """The gateway's process."""
     if delay:
-        DelayedPeer.seconds = delay
+        DelayedPeer.network = Network.read(str(delay))
         connection.Peer = DelayedPeer  # type: ignore[attr-defined, misc]
     serve(arguments)
 

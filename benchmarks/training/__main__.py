@@ -31,7 +31,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from benchmarks.common import machine
-from benchmarks.common.delayed import DelayedPeer
+from benchmarks.common.delayed import DelayedPeer, Network
 from benchmarks.common.shapes import SHAPES, make_model, split_blocks
 from benchmarks.common.tables import spread
 from swarm import AutoDistributedModelForCausalLM, TuningOptions
@@ -157,7 +157,7 @@ def far_swarm(path: Path, blocks: Sequence[str]) -> Iterator[str]:
 
 def far(shape: str, repeats: int) -> dict[int, list[float]]:
     """Format tokens/s by number of servers."""
-    DelayedPeer.seconds = DELAY
+    DelayedPeer.network = Network.read(str(DELAY))
     connection.Peer = DelayedPeer  # type: ignore[attr-defined, misc]
     results: dict[int, list[float]] = {}
     with tempfile.TemporaryDirectory() as folder:

@@ -1,20 +1,23 @@
 """Texts over servers that are far apart: what speculative decoding gains, and how near that is to what is possible.
 
     python -m benchmarks.wide_area [--servers 4] [--delay 0.05] [--right 0,0.5,0.8,0.95,1] [--tokens 200] [--repeats 3]
+    python -m benchmarks.wide_area --profile benchmarks/wide_area/profiles/*.json [--right 0.8]
 
 A planted draft is right with a probability, and does not know when. The bound is what a text could have if a wrong
 guess cost one way through all servers, as a token without guesses does, and everything else flowed at the rate of the
 slowest stage, as where all guesses are right. It counts the guesses that did stand, because they are few. First on a
 virtual clock, where the servers' times are given; then the demo model over real libp2p processes on this machine, whose
-streams deliver everything with the delay. All texts are compared with the local model's.
+streams deliver everything with the delay. With --profile, the links are those of these files instead, and guesses that
+stream are compared with none, and with blocks of guesses that wait for each other. All texts are compared with the
+local model's.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
-import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,18 +26,11 @@ from benchmarks.common import machine
 from benchmarks.common.shapes import split_blocks
 from benchmarks.common.slow_network import slow_network
 from benchmarks.common.tables import spread, table
-from benchmarks.wide_area.planted import PlantedDraft
+from benchmarks.wide_area.planted_texts import DEMO_BLOCKS, PlantedTexts, over_profile
 from benchmarks.wide_area.virtual import Chain, generate, planted
 from swarm.client.routes.events import GuessVerified
 from swarm.models.checkpoints.checkpoint import DEMO_FOLDER
-from swarm.models.checkpoints.partial_loading import load_local_model
-from swarm.models.tokenizers.tokenizer import load_tokenizer
 from swarm.transport.p2p import quiet_hivemind
-
-DEMO_BLOCKS = 12
-PROMPT = "Once upon a time"
-PLAIN_TOKENS = 40
-"""Of texts that take long."""
 
 HEADING = ("draft is right", "tokens/s", "times plain", "of the bound", "guesses that stood")
 
@@ -67,32 +63,14 @@ class _Outcomes:
 
 def over_libp2p(servers: int, delay: float, rights: Sequence[float], tokens: int, repeats: int) -> str:
     """A table for processes on this machine. Draws the lots anew in each repeat; plain texts take turns with others."""
-    local = load_local_model(DEMO_FOLDER)
-    prompt_1T = load_tokenizer(DEMO_FOLDER)(PROMPT, return_tensors="pt").input_ids
-    expected_1T = local.generate(prompt_1T, max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False)
-    truth = [*expected_1T[0].tolist(), *[0] * 64]
     rates: dict[float | None, list[float]] = {right: [] for right in (None, *rights, 1.0)}
     outcomes = {right: _Outcomes() for right in rates}
     with slow_network(DEMO_FOLDER, split_blocks(DEMO_BLOCKS, servers), delay) as model:
-
-        def write(right: float | None, seed: int) -> float:
-            new = tokens if right is not None and right > 0 else min(tokens, PLAIN_TOKENS)
-            draft = [lambda: PlantedDraft(right, seed, truth.__getitem__, 256)] if right is not None else ()
-            with model.inference_session(max_length=prompt_1T.shape[1] + tokens, listener=outcomes[right]):
-                begun_1T = model.generate(prompt_1T, max_new_tokens=1, do_sample=False)
-                began = time.perf_counter()
-                text_1T = model.generate(
-                    begun_1T, draft=draft, max_new_tokens=new - 1, min_new_tokens=new - 1, do_sample=False
-                )
-                seconds = time.perf_counter() - began
-            if not text_1T.equal(expected_1T[:, : prompt_1T.shape[1] + new]):
-                raise SystemExit(f"with a draft that is right with probability {right}, the tokens differ")
-            return (new - 1) / seconds
-
-        write(1.0, 0)  # warms up
+        texts = PlantedTexts(model, tokens)
+        texts.write(1.0, 0, outcomes[1.0])  # warms up
         for seed in range(repeats):
             for right, found in rates.items():
-                found.append(write(right, seed))
+                found.append(texts.write(right, seed, outcomes[right]))
     plain = rates[None]
     fastest = max(rates[1.0])
     rows = [("no draft", spread(plain), "1.00", spread([rate * (servers + 1) * delay for rate in plain]), "")]
@@ -111,6 +89,7 @@ def main() -> None:
     parser.add_argument(
         "--right", type=lambda text: [float(one) for one in text.split(",")], default="0,0.5,0.8,0.95,1"
     )
+    parser.add_argument("--profile", type=Path, nargs="+", default=[], help="measure over these links alone")
     parser.add_argument("--tokens", type=int, default=200)
     parser.add_argument("--repeats", type=int, default=3)
     arguments = parser.parse_args()
@@ -118,6 +97,12 @@ def main() -> None:
     quiet_hivemind()
     rights, servers, delay = arguments.right, arguments.servers, arguments.delay
     print(", ".join(machine.describe().values()))
+    for path in arguments.profile:
+        for right in rights:
+            print(f"\nThe demo model over the links of {path.stem}, with a draft that is right with {right:g}:\n")
+            print(over_profile(path, right, arguments.tokens, arguments.repeats), flush=True)
+    if arguments.profile:
+        return
     print(f"\nOn a virtual clock, {servers} servers, {1000 * delay:g} ms:\n")
     print(on_virtual_clock(Chain(servers, delay), rights, 5 * arguments.tokens, 5 * arguments.repeats))
     print(f"\nThe demo model over libp2p, {servers} servers, {1000 * delay:g} ms:\n")

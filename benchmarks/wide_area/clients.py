@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.common import machine
-from benchmarks.common.delayed import DelayedPeer
+from benchmarks.common.delayed import DelayedPeer, Network
 from benchmarks.common.shapes import SHAPES, make_model, split_blocks
 from benchmarks.common.slow_network import slow_servers
 from benchmarks.common.tables import spread, table
@@ -39,7 +39,7 @@ def run_client(path: str, address: str, delay: float, number: int) -> None:
     """A client's process: write a text for each command, and report its time and how it was."""
     torch.set_num_threads(1)
     quiet_hivemind()
-    DelayedPeer.seconds = delay
+    DelayedPeer.network = Network.read(str(delay))
     connection.Peer = DelayedPeer  # type: ignore[attr-defined, misc]
     model = AutoDistributedModelForCausalLM.from_pretrained(path, initial_peers=[address], wire="none")
     prompt_1T = prompts(number + 1)[number:]

@@ -33,7 +33,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from benchmarks.common import machine
-from benchmarks.common.delayed import DelayedPeer
+from benchmarks.common.delayed import DelayedPeer, Network
 from benchmarks.common.shapes import SHAPES, make_model, split_blocks
 from benchmarks.common.slow_network import slow_servers
 from benchmarks.common.tables import spread, table
@@ -147,7 +147,7 @@ def gateway(path: Path, address: str, delay: float, keys: Path, *options: str) -
 
 def run_gateway(delay: str, *arguments: str) -> None:
     """The process of a gateway on the slow network."""
-    DelayedPeer.seconds = float(delay)
+    DelayedPeer.network = Network.read(str(float(delay)))
     connection.Peer = DelayedPeer  # type: ignore[attr-defined, misc]
     serve(list(arguments))
 
