@@ -2,7 +2,8 @@
 
 With h servers and m chunks the last chunk leaves the last server after m + h - 1 turns (GPipe; MDI-LLM). Few chunks
 leave servers idle while the pipeline fills and empties. Many chunks cost more in all, because each has an overhead
-beside its tokens: the weights are read once a chunk. The best m lies in between.
+beside its tokens: the weights are read once a chunk. The best m lies in between. Thin links are stages of the pipeline,
+too, and cost nothing beside the tokens that they carry: the thinner they are, the more chunks are best.
 """
 
 from __future__ import annotations
@@ -18,6 +19,9 @@ DEFAULT_OVERHEAD_TOKENS = 16.0
 
 MIN_OVERHEAD_TOKENS, MAX_OVERHEAD_TOKENS = 4.0, 128.0
 """What servers announce is clipped to this range."""
+
+MAX_CARRY = 64.0
+"""What announced links are clipped to: a token takes at most so many times as long to carry as to compute."""
 
 MIN_CHUNK_TOKENS, MAX_CHUNK_TOKENS = 32, 512
 """Tokens of a chunk. Between two chunks a server can compute other steps, even if it is alone in its route."""
@@ -40,25 +44,47 @@ def chunk_overhead(servers: Sequence[ServerInfo]) -> float:
     )
 
 
+def carry_cost(servers: Sequence[ServerInfo]) -> float:
+    """What carrying a token over the thinnest link takes, in tokens that the slowest server computes meanwhile."""
+    measured = [server for server in servers if server.network_throughput and server.forward_throughput]
+    if not measured:
+        return 0.0
+    computed = min(server.forward_throughput / server.span.length for server in measured)
+    return min(computed / min(server.network_throughput for server in measured), MAX_CARRY)
+
+
 def chunk_slots(slots: int, rows: int, servers: Sequence[ServerInfo], first_alone: bool = False) -> int:
     """Slots of each chunk of a step of `rows` sequences with `slots` slots each. All chunks are about as long.
 
     Args:
         first_alone: the others wait until the first chunk has left the last server, so the pipeline fills twice.
     """
-    chunks = chunk_count(slots * rows, len(servers), chunk_overhead(servers), first_alone)
+    chunks = chunk_count(slots * rows, len(servers), chunk_overhead(servers), first_alone, carry_cost(servers))
     return max(1, math.ceil(slots / chunks))
 
 
-def chunk_count(tokens: int, hops: int, cost: float, first_alone: bool = False) -> int:
-    """Into how many chunks of about the same size the tokens are best cut, if each chunk costs `cost` tokens more.
+def chunk_count(tokens: int, hops: int, cost: float, first_alone: bool = False, carry: float = 0.0) -> int:
+    """Into how many chunks of about the same size the tokens are best cut.
 
-    m chunks of T tokens take (m + h - 1) (T / m + o) turns of a token, which is least for m = sqrt(T (h - 1) / o).
-    The distance to the servers does not matter: chunks that follow each other travel at the same time.
+    With m chunks of T tokens, a server's turn is T / m + o, and a link's T c / m. All together take a turn of each of h
+    servers and h + 1 links, and m - 1 of the slowest. That is least for m = sqrt(T (h - 1 + (h + 1) c) / o) where
+    servers are slowest, and where links are, for the m at which they no longer are. The distance to the servers does
+    not matter: chunks that follow each other travel at the same time.
+
+    Args:
+        cost: o, what a chunk costs a server beside its tokens, in tokens.
+        first_alone: the others wait until the first chunk has left the last server, so the pipeline fills twice.
+        carry: c, what carrying a token takes, in tokens that a server computes meanwhile.
     """
-    filling = (hops - 1) * (2 if first_alone else 1)
-    best = max(1, round(math.sqrt(tokens * filling / cost))) if filling > 0 else 1
-    if (best + filling) * (tokens / best + cost) >= hops * (tokens + cost):
+    filling = (hops - 1 + (hops + 1) * carry) * (2 if first_alone else 1)
+    best = max(1, round(max(math.sqrt(tokens * max(0, filling) / cost), tokens * (carry - 1) / cost)))
+
+    def turns(chunks: int) -> float:
+        server, link = tokens / chunks + cost, tokens / chunks * carry
+        alone = first_alone and chunks > 1
+        return (1 + alone) * (hops * server + (hops + 1) * link) + (chunks - 1 - alone) * max(server, link)
+
+    if turns(best) >= turns(1):
         best = 1
     return max(1, min(max(best, math.ceil(tokens / MAX_CHUNK_TOKENS)), tokens // MIN_CHUNK_TOKENS))
 
