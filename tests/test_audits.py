@@ -167,7 +167,9 @@ ONE_TEXT = """
 import sys
 import torch
 from swarm import AutoDistributedModelForCausalLM, NetworkOptions
+from swarm.client.audits import auditor
 
+auditor.CLOSE_TIMEOUT_S = 60.0  # on a busy machine, not all are done in five seconds
 network = NetworkOptions(opinions=sys.argv[2])
 model = AutoDistributedModelForCausalLM.from_pretrained(sys.argv[3], initial_peers=[sys.argv[1]], network=network)
 model.generate(torch.tensor([[5, 6, 7, 8]]), max_new_tokens=30)
@@ -181,9 +183,7 @@ def test_a_program_that_ends_after_one_text_has_it_audited(swarm, tmp_path):
     ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert ended.returncode == 0, ended.stderr
     assert "Traceback" not in ended.stderr
-    assert len(read_opinions(path)) >= 2, (
-        "of each audit that was done in the few seconds that a program waits at its end"
-    )
+    assert len(read_opinions(path)) == 4
     assert all((one.agreed, one.differed) == (1, 0) for one in read_opinions(path).values())
 
 

@@ -117,8 +117,8 @@ class HopOpener:
         server has any of them.
 
         They begin with as much as all servers have, except servers that have less than half of the longest. A hop whose
-        server has too little is stale, and one whose server is gone has an error: the caller repairs both. If no server
-        has anything and one of them is gone, there are no hops.
+        server has too little is stale, and one whose server is gone has an error: the caller repairs both. If the
+        servers that are left have nothing, the list of hops is empty.
         """
         hops = [HopSession(self._context, part.hop, self._on_reply, self._on_change) for part in parts]
         try:

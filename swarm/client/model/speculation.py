@@ -43,7 +43,7 @@ def _source(model: Any, choice: Any) -> DraftSource:
         return CopyDraft
     if choice == "head":
         if model.draft_head is None:
-            raise UsageError("draft='head': there is no draft head; call model.train_draft or model.load_draft first")
+            raise UsageError("draft='head' needs a draft head; call model.train_draft or model.load_draft first")
         return partial(_head_draft, model)
     if isinstance(choice, nn.Module):
         if hasattr(choice, "remote_layer"):

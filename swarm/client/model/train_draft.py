@@ -100,7 +100,7 @@ class DraftMixin:
     def save_draft(self, folder: str | Path) -> None:
         """Write the draft head into `folder`. Raises `UsageError` if there is none."""
         if self.draft_head is None:
-            raise UsageError("there is no draft head: call model.train_draft first")
+            raise UsageError("this model has no draft head to save; call model.train_draft first")
         self.draft_head.save(folder)
 
     def load_draft(self, name: str | Path, *, revision: str | None = None) -> None:

@@ -115,12 +115,12 @@ def _match_length(tokens: Sequence[int], place: int) -> int:
     return next((length for length in range(most) if tokens[place - 1 - length] != tokens[end - 1 - length]), most)
 
 
-class _ReadingDraft(Draft):
-    """Guesses what stands in logits.
+class _LogitsDraft(Draft):
+    """Guesses the tokens that would be chosen from logits of its own.
 
     Args:
-        vocabulary: tokens that it knows. It has no idea what follows others, such as an image's.
-        logits: `[V]` behind a text; None if it has no idea.
+        vocabulary: how many tokens it knows. Texts with others, such as an image's, get no guesses.
+        logits: `[V]` behind a text; None for no guess.
     """
 
     def __init__(self, vocabulary: int, logits: Callable[[Sequence[int]], torch.Tensor | None]) -> None:
@@ -141,7 +141,7 @@ class _ReadingDraft(Draft):
         return guesses
 
 
-class ModelDraft(_ReadingDraft):
+class ModelDraft(_LogitsDraft):
     """Guesses by a small causal language model with the same tokens as the swarm's model (Leviathan et al., 2023).
 
     Its keys and values are kept for as long as the text only grows, and cut where guesses were wrong.
@@ -159,7 +159,7 @@ class ModelDraft(_ReadingDraft):
         super().__init__(model.get_input_embeddings().num_embeddings, KnownText(model).logits)
 
 
-class HeadDraft(_ReadingDraft):
+class HeadDraft(_LogitsDraft):
     """Guesses by a draft head, which the client has trained: see `swarm.models.draft_head`.
 
     Args:

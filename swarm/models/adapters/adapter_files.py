@@ -89,7 +89,7 @@ class AdapterSource:
         return Path(self.name).expanduser()
 
     def fetch(self, file: str, limit: int) -> Path | None:
-        """The local path of a file, or None if there is no such file.
+        """The local path of a file, or None if the source does not have it.
 
         Raises:
             AdapterError: it has more than `limit` bytes, or the hub cannot be asked.

@@ -95,9 +95,11 @@ def test_heads_are_kept_and_learn_further(trained: Any, swarm: TestSwarm, texts:
     model, quality = trained
     model.save_draft(tmp_path)
     with run_client(swarm, dtype="float32", wire="none") as other:
-        with pytest.raises(UsageError, match=r"there is no draft head; call model\.train_draft or"):
+        with pytest.raises(
+            UsageError, match=r"draft='head' needs a draft head; call model\.train_draft or model\.load_draft first"
+        ):
             greedy(other, prompt(), draft="head")
-        with pytest.raises(UsageError, match=r"call model\.train_draft first"):
+        with pytest.raises(UsageError, match=r"has no draft head to save; call model\.train_draft first"):
             other.save_draft(tmp_path)
         other.load_draft(tmp_path)
         assert guessed(other)[1]
