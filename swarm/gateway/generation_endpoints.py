@@ -19,11 +19,13 @@ from swarm.gateway.gateway_state import GatewayState
 from swarm.gateway.http.request_body import TOKEN_BYTES, RequestRoom, read_body
 from swarm.gateway.http.responses import (
     DONE_EVENT,
+    KEEP_ALIVE_COMMENT,
     EventStreamResponse,
     JsonResponse,
     await_first_event,
     cancel_on_disconnect,
     encode_event,
+    kept_alive,
 )
 from swarm.gateway.openai.api_errors import BadRequest
 from swarm.gateway.openai.request_conversion import chat_request_sequences, completion_request_sequences
@@ -161,13 +163,13 @@ class GenerationEndpoints:
             if not parsed.stream:
                 response = complete_response(group, prepared.writer, with_details=with_details)
                 return JsonResponse(await cancel_on_disconnect(request.receive, response))
-            events = _encoded_events(group, prepared.writer, parsed.include_usage, with_details)
+            events = encoded_events(group, prepared.writer, parsed.include_usage, with_details)
             if not with_details:
-                # An error before the first token gets its own status. With details, the stream starts at once.
+                # An error before anything is computed gets its own status. With details, the stream starts at once.
                 events = await cancel_on_disconnect(request.receive, await_first_event(events))
             stack.enter_context(self._gateway.metrics.track_stream())
             on_end = partial(self._end_stream, stack.pop_all())
-            return EventStreamResponse(events, self._gateway.settings.send_timeout_s, on_end)
+            return EventStreamResponse(kept_alive(events), self._gateway.settings.send_timeout_s, on_end)
 
     async def _admit(self, stack: AsyncExitStack, key: ApiKey | None, tokens: int, texts: int) -> AdmissionTicket:
         """Wait for admission, which ends when the stack is closed.
@@ -207,7 +209,7 @@ def _owner(key: ApiKey | None, request: Request) -> str:
     return f"machine {request.client.host if request.client is not None else ''}"
 
 
-async def _encoded_events(
+async def encoded_events(
     group: SequenceGroup, writer: ResponseWriter, include_usage: bool, with_details: bool
 ) -> AsyncGenerator[bytes]:
     """The events of a streamed response."""
@@ -217,4 +219,6 @@ async def _encoded_events(
                 yield encode_event(part.body)
             elif with_details:
                 yield encode_event(part.body, "swarm")
+            elif part.body["kind"] == "prompt":
+                yield KEEP_ALIVE_COMMENT  # a long prompt is on its way, so the stream begins
     yield DONE_EVENT

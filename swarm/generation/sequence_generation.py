@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import CancelledError
@@ -26,7 +27,7 @@ from typing import Any
 import torch
 
 from swarm.client.chain.prefix import Prefix
-from swarm.client.routes.events import ExitTaken, ExitVerified, GuessVerified, SessionEvent
+from swarm.client.routes.events import ExitTaken, ExitVerified, GuessVerified, PromptComputed, SessionEvent
 from swarm.client.session import InferenceSession
 from swarm.client.threads.compute_lock import ComputeTicket
 from swarm.errors import NoExitClassifiers, ProcessorsWithState, SwarmError, UsageError
@@ -165,6 +166,18 @@ class SequenceProvisional:
     text: str
 
 
+PROGRESS_PERIOD_S = 2.0
+"""Seconds between two reports of how much of a prompt is computed."""
+
+
+@dataclass(frozen=True)
+class PromptProgress:
+    """So many of the prompt's tokens are computed."""
+
+    computed: int
+    tokens: int
+
+
 @dataclass(frozen=True)
 class SequenceEnd:
     """The sequence is complete.
@@ -185,7 +198,7 @@ class SequenceFailed:
     error: SwarmError
 
 
-SequenceEvent = SequenceDelta | SequenceProvisional | SequenceEnd | SequenceFailed | SessionEvent
+SequenceEvent = SequenceDelta | SequenceProvisional | PromptProgress | SequenceEnd | SequenceFailed | SessionEvent
 
 
 class SequenceGeneration:
@@ -240,6 +253,7 @@ class SequenceGeneration:
     def start(self) -> None:
         """Start generating. Events go to the event loop that calls this."""
         self._loop = asyncio.get_running_loop()
+        self._reported_at = time.monotonic()
         self._ended = asyncio.Event()
         self._thread.start()
 
@@ -396,6 +410,10 @@ class SequenceGeneration:
             self.exits.count(event)  # up to two a token: not worth an event each
         elif isinstance(event, GuessVerified):
             self.guesses[event.draft, event.stands] += 1
+        elif isinstance(event, PromptComputed):
+            if (now := time.monotonic()) - self._reported_at >= PROGRESS_PERIOD_S:
+                self._reported_at = now
+                self._emit(PromptProgress(event.tokens, len(self.request.prompt)))
         else:
             self._emit(event)
 

@@ -21,6 +21,7 @@ from swarm.errors import SwarmError, format_blocks
 from swarm.generation.errors import GenerationCrashed
 from swarm.generation.sequence_generation import (
     ExitCounts,
+    PromptProgress,
     SequenceEnd,
     SequenceEvent,
     SequenceFailed,
@@ -288,4 +289,6 @@ def route_detail(event: SequenceEvent) -> dict[str, Any] | None:
             return {"kind": "missing", "blocks": format_blocks(blocks)}
         case Recovered(seconds):
             return {"kind": "recovered", "seconds": round(seconds, 3)}
+        case PromptProgress(computed, tokens):
+            return {"kind": "prompt", "computed": computed, "tokens": tokens}
     return None

@@ -94,6 +94,7 @@ class ClientMetrics:
             "GuessVerified": lambda event: self._guesses.labels(
                 event.draft if event.draft in DRAFTS else OTHER, "stood" if event.stands else "given_up"
             ).inc(),
+            "PromptComputed": lambda event: None,  # progress, of tokens that are counted elsewhere
             "PeerAvoided": lambda event: self._bans.labels(BAN_REASONS.get(event.reason, OTHER)).inc(),
         }
 

@@ -149,14 +149,14 @@ class HeadText:
 
     def _forget(self) -> None:
         """Compute keys and values anew."""
-        self._cache, self._kept, self._cached = DynamicCache(), 0, 0
+        self._cache, self._kept = DynamicCache(), 0
 
     def learn(self, first: int, hidden_NH: torch.Tensor) -> None:
         """Take the hidden states that the last block has left of the tokens from position `first` on. They stand."""
-        if first != self._begin + self._real:
-            skipped = max(0, len(hidden_NH) - WINDOW_TOKENS)
+        skipped = max(0, len(hidden_NH) - WINDOW_TOKENS)
+        if skipped or first != self._begin + self._real:
             self._begin_at(first + skipped)
-            hidden_NH = hidden_NH[skipped:]
+            hidden_NH = hidden_NH[skipped:].clone()
         rows = hidden_NH.to(self._head.join.weight)
         self._hidden[self._real : self._real + len(rows)] = rows.unbind()
         self._real += len(rows)
@@ -176,8 +176,7 @@ class HeadText:
             return None
         if last < self._real:
             return self._hidden[last]
-        if self._cached > self._kept:
-            self._cache.crop(self._kept - self._cached)
+        self._cache.crop(self._kept - self._cache.get_seq_length())
         done = self._kept
         while done < last:
             # Token number n needs the hidden state of the one before it.
@@ -189,5 +188,5 @@ class HeadText:
             known = max(self._real - 1 - done, 0)
             self._hidden[done + 1 + known :] = found_NH[known:].unbind()
             done = ready
-        self._kept, self._cached = min(self._real, last), last
+        self._kept = min(self._real, last)
         return self._hidden[last]

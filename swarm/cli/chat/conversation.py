@@ -43,6 +43,13 @@ class NoticePiece:
 
 
 @dataclass(frozen=True)
+class ProgressPiece:
+    """How far the answer is. Takes the place of the one before."""
+
+    text: str
+
+
+@dataclass(frozen=True)
 class SummaryPiece:
     """The answer is complete."""
 
@@ -51,7 +58,7 @@ class SummaryPiece:
     tokens_per_second: float | None
 
 
-ReplyPiece = TextPiece | RoutePiece | NoticePiece | SummaryPiece
+ReplyPiece = TextPiece | RoutePiece | NoticePiece | ProgressPiece | SummaryPiece
 
 
 def strip_controls(text: str) -> str:

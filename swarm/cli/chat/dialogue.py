@@ -24,6 +24,7 @@ from swarm.cli.chat.conversation import (
     Conversation,
     InvalidCommand,
     NoticePiece,
+    ProgressPiece,
     ReplyPiece,
     RoutePiece,
     SummaryPiece,
@@ -52,7 +53,7 @@ class Terminal:
     def __init__(self) -> None:
         self.interactive = sys.stdin.isatty() and sys.stdout.isatty()
         self._faint = self.interactive and "NO_COLOR" not in os.environ
-        self._inside_line = False
+        self._inside_line = self._shows_progress = False
         tolerate_missing_characters()
         with suppress(AttributeError):
             sys.stdin.reconfigure(errors="surrogateescape")  # type: ignore[union-attr]
@@ -89,7 +90,8 @@ class Terminal:
     def write(self, text: str) -> None:
         """Write text of the answer."""
         if text:
-            sys.stdout.write(text)
+            sys.stdout.write("\r\x1b[K" + text if self._shows_progress else text)
+            self._shows_progress = False
             sys.stdout.flush()
             self._inside_line = not text.endswith("\n")
 
@@ -104,7 +106,18 @@ class Terminal:
             print(text, file=sys.stderr, flush=True)
             return
         self.end_line()
-        self.write(f"\x1b[2m{text}\x1b[0m\n" if self._faint else f"{text}\n")
+        self.write(self._fainter(text) + "\n")
+
+    def write_progress(self, text: str) -> None:
+        """Write text that the next text replaces."""
+        if not self.interactive:
+            self.write_notice(text)
+            return
+        self.write(self._fainter(text))
+        self._inside_line, self._shows_progress = False, True
+
+    def _fainter(self, text: str) -> str:
+        return f"\x1b[2m{text}\x1b[0m" if self._faint else text
 
     def discard_input(self) -> None:
         """Forget what was typed before the prompt."""
@@ -215,6 +228,8 @@ class Dialogue:
                 self._hops = hops
             case NoticePiece(text):
                 self._terminal.write_notice(text)
+            case ProgressPiece(text):
+                self._terminal.write_progress(text)
             case SummaryPiece():
                 self._terminal.end_line()
                 self._terminal.write_notice(format_summary(piece, self._hops))

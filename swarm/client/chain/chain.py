@@ -30,7 +30,7 @@ from swarm.client.hops.blame import checked_up_to
 from swarm.client.hops.hop_progress import NO_STEP
 from swarm.client.hops.hop_session import HopSession, SessionContext
 from swarm.client.hops.input_history import Step
-from swarm.client.routes.events import SessionEvent
+from swarm.client.routes.events import PromptComputed, SessionEvent
 from swarm.client.wire.packed_hidden import PackedHidden
 from swarm.client.wire.reply_checks import describe_hop
 from swarm.common.weak_callback import weak_callback
@@ -61,6 +61,8 @@ class Chain:
         self._hops = LinkedHops(context, self._under_way, on_reply, on_change)
         self._everywhere = False
         """Whether the answers of all hops are waited for, not just those of the last one."""
+        self._reports_chunks = False
+        """Whether answers are reported that the caller does not see one by one."""
         self._outputs: dict[int, PackedHidden] = {}
         self._changed = asyncio.Event()
         self._closed = False
@@ -125,11 +127,14 @@ class Chain:
         await self._hops.allow_rows(parts[0][1].sequences)
         window = max_chunks_in_flight(parts[0][0].tokens) if len(parts) > 1 else 1
         numbers = self._take_in(parts, window)
+        self._reports_chunks = len(parts) > 1
         try:
             await self._advance()
         except BaseException:
             self.give_up_after(numbers.start - 1)
             raise
+        finally:
+            self._reports_chunks = False
         outputs = [self._outputs[number] for number in numbers]
         self.settle(numbers[-1])
         return outputs
@@ -328,6 +333,8 @@ class Chain:
             self._outputs[number] = outputs
             if self._context.samples is not None:
                 self._hops.outputs.add(onward)
+            if self._reports_chunks:
+                self._context.emit(PromptComputed(max(step.layout.lengths)))
         else:
             self._pass_on(hop, following, onward)
         is_right = self._check_inputs()

@@ -44,7 +44,8 @@ def _source(model: Any, choice: Any) -> DraftSource:
     if choice == "head":
         if model.draft_head is None:
             raise UsageError("draft='head' needs a draft head; call model.train_draft or model.load_draft first")
-        return partial(_head_draft, model)
+        read = DirectReading(lambda hidden_11H: read_hidden(model, hidden_11H)[:, -1], shared_with_no_lane)
+        return partial(HeadDraft, model.draft_head, model.get_input_embeddings(), read)
     if isinstance(choice, nn.Module):
         if hasattr(choice, "remote_layer"):
             raise UsageError(
@@ -58,11 +59,6 @@ def _source(model: Any, choice: Any) -> DraftSource:
         f"draft={choice!r} is neither 'copies' nor 'head', nor a model of transformers, nor a function without "
         "arguments that returns a Draft"
     )
-
-
-def _head_draft(model: Any) -> HeadDraft:
-    read = DirectReading(lambda hidden_11H: read_hidden(model, hidden_11H)[:, -1], shared_with_no_lane)
-    return HeadDraft(model.draft_head, model.get_input_embeddings(), read)
 
 
 def assisted_draft(config: Any, assistant_model: Any) -> Any:
@@ -96,13 +92,11 @@ def generate_with_drafts(model: Any, drafts: Sequence[Draft], call: LoopCall) ->
             "session and past_key_values out"
         )
     mask_1T = call.arguments.get("attention_mask")
-    known, answers = session.position, list[torch.Tensor]()
-    with model.remote_layer.heard(answers.append):
-        logits_1V, forward = call.prefill(model)
+    known = session.position
+    logits_1V, forward = _computed_prompt(model, drafts, call)
     mask_1T = mask_1T[:, -tokens_1T.shape[1] :] if mask_1T is not None else None
     limits = [call.max_length - 1] + ([] if session.grows else [session.max_length])
     padding = 0 if mask_1T is None else int((mask_1T == 0).sum())
-    _observe(drafts, tokens_1T, mask_1T, torch.cat(answers, 1)[0])
     decoder = StreamDecoder(
         drafts,
         session,
@@ -120,15 +114,19 @@ def generate_with_drafts(model: Any, drafts: Sequence[Draft], call: LoopCall) ->
     return call.result(decoder.generate(tokens_1T, mask_1T, logits_1V, session.position - known))
 
 
-def _observe(
-    drafts: Sequence[Draft], tokens_1T: torch.Tensor, mask_1T: torch.Tensor | None, hidden_NH: torch.Tensor
-) -> None:
-    """Tell drafts the hidden states of the prompt, as far as they were computed now."""
-    real_T = torch.ones_like(tokens_1T[0], dtype=torch.bool) if mask_1T is None else mask_1T[0].bool()
+def _computed_prompt(model: Any, drafts: Sequence[Draft], call: LoopCall) -> tuple[torch.Tensor, ModelForward]:
+    """`LoopCall.prefill`. Drafts are told the hidden states that are computed for it."""
+    answers = list[torch.Tensor]()
+    with model.remote_layer.heard(answers.append):
+        logits_1V, forward = call.prefill(model)
+    hidden_NH, real_T = torch.cat(answers, 1)[0], torch.ones_like(call.tokens_RT[0], dtype=torch.bool)
+    if (mask_1T := call.arguments.get("attention_mask")) is not None:
+        real_T = mask_1T[0, -len(real_T) :].bool()
     hidden_NH = hidden_NH[-len(real_T) :]  # without virtual tokens
     hidden_NH = hidden_NH[real_T[-len(hidden_NH) :].to(hidden_NH.device)]
     for draft in drafts:
         draft.observe(int(real_T.sum()) - len(hidden_NH), hidden_NH)
+    return logits_1V, forward
 
 
 def guess_room(limit: int, rope_limit: int | None, padding: int, has_dynamic_rope: bool) -> Callable[[int], int]:

@@ -65,6 +65,13 @@ class Recovered:
 
 
 @dataclass(frozen=True)
+class PromptComputed:
+    """The last server has answered one of several chunks of a step: the longest sequence has so many tokens now."""
+
+    tokens: int
+
+
+@dataclass(frozen=True)
 class PeerAvoided:
     """A server is kept out of routes for `seconds`.
 
@@ -137,6 +144,7 @@ SessionEvent = (
     | Replayed
     | BlocksMissing
     | Recovered
+    | PromptComputed
     | PeerAvoided
     | Audited
     | ExitTaken

@@ -58,7 +58,10 @@ MIN_REFRESH_INTERVAL_S = 1.0
 """Seconds after a refresh before missing blocks are a reason for another one."""
 
 IDLE_TIMEOUT_S = 120.0
-"""Seconds without a request after which a client stops refreshing."""
+"""Seconds without a request after which a client hardly refreshes any more."""
+
+IDLE_REFRESH_PERIOD_S = 600.0
+"""Seconds between refreshes of an idle client: it gets to know new nodes of the DHT before all old ones have gone."""
 
 _FAILURES: tuple[tuple[type[Exception], PeerFailure], ...] = (
     (PeerTimeout, PeerFailure.TIMED_OUT),
@@ -260,8 +263,10 @@ class RoutePlanner:
         self.router.record_round_trips(found, time.monotonic())
 
     async def _refresh_periodically(self) -> None:
+        began = time.monotonic()
         while True:
             await asyncio.sleep(self._config.refresh_period)
-            if time.monotonic() - self._used_at > IDLE_TIMEOUT_S:
-                continue
-            await self.refresh()
+            now = time.monotonic()
+            if now - self._used_at <= IDLE_TIMEOUT_S or now - began >= IDLE_REFRESH_PERIOD_S:
+                began = now
+                await self.refresh()

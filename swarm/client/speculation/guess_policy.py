@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from swarm.data_structures import HopTiming
 
@@ -42,6 +43,10 @@ FIRST_PAUSE, LAST_PAUSE = 128, 1024
 
 TRIED_EVERY = 32
 """Where guessing does not pay, one token in so many has a guess, to see whether that has changed."""
+
+
+STALL = 4.0
+"""A token counts as that many times the usual at most, so that a link's standstill says little about guessing."""
 
 
 class Acceptance:
@@ -93,8 +98,7 @@ class Pace:
     def __init__(self) -> None:
         self.guesses = True
         self.fastest_s: float | None = None
-        self._guessing_s: float | None = None
-        self._plain_s: float | None = None
+        self._guessing, self._plain = _TokenTime(), _TokenTime()
         self._left = MEASURED[True]
         self._pause = FIRST_PAUSE
         self._pauses = False
@@ -105,27 +109,37 @@ class Pace:
 
     def on_tokens(self, count: int, seconds: float, guessing: bool) -> None:
         """So many tokens have come to stand in this time, with guesses or without."""
-        kept = KEPT_PACE**count
-        if guessing:
-            self._guessing_s = averaged(self._guessing_s, seconds / count, kept)
-        else:
-            self._plain_s = averaged(self._plain_s, seconds / count, kept)
+        usual_s = max(self.fastest_s or 0, self._guessing.seconds or 0, self._plain.seconds or 0)
+        (self._guessing if guessing else self._plain).add(count, min(seconds / count, STALL * usual_s or math.inf))
         self._left -= count
         if self._left <= 0:
             self._choose()
 
     def _choose(self) -> None:
-        plain_s, guessing_s = self._plain_s or self.fastest_s, self._guessing_s
+        plain_s, guessing_s = self._plain.seconds or self.fastest_s, self._guessing.seconds
         if self.guesses:
             if plain_s is None or guessing_s is None or guessing_s <= plain_s:
                 return
-            self.guesses, self._left, self._plain_s = False, MEASURED[False], None
+            self.guesses, self._left, self._plain = False, MEASURED[False], _TokenTime()
         elif self._pauses or (plain_s is not None and guessing_s is not None and guessing_s < plain_s):
             if self._pauses:
-                self._guessing_s = None
+                self._guessing = _TokenTime()
             self.guesses, self._left, self._pauses = True, MEASURED[True], False
         else:
             self._pauses, self._left, self._pause = True, self._pause, min(2 * self._pause, LAST_PAUSE)
+
+
+@dataclass
+class _TokenTime:
+    """Seconds for a token, on average: the mean of all at first, later more of the newest."""
+
+    seconds: float | None = None
+    tokens: int = 0
+
+    def add(self, count: int, seconds: float) -> None:
+        """So many tokens have taken this long, each."""
+        kept = min(KEPT_PACE**count, self.tokens / (self.tokens + count))
+        self.seconds, self.tokens = averaged(self.seconds, seconds, kept), self.tokens + count
 
 
 class GuessPolicy:

@@ -90,6 +90,12 @@ def with_error_responses(endpoint: Endpoint) -> Endpoint:
 DONE_EVENT = b"data: [DONE]\n\n"
 """The end of OpenAI's streams."""
 
+KEEP_ALIVE_S = 15.0
+"""Seconds without an event after which a stream gets a comment, so that no proxy on the way takes it for dead."""
+
+KEEP_ALIVE_COMMENT = b": waiting\n\n"
+"""What clients of server-sent events ignore."""
+
 
 class EventStreamResponse(Response):
     """A stream of server-sent events.
@@ -160,6 +166,27 @@ async def await_first_event(events: AsyncGenerator[bytes]) -> AsyncGenerator[byt
                 yield event
 
     return all_events()
+
+
+async def kept_alive(events: AsyncGenerator[bytes]) -> AsyncGenerator[bytes]:
+    """The same events, and comments while none comes."""
+    following: asyncio.Future[bytes] | None = None
+    try:
+        while True:
+            following = following or asyncio.ensure_future(anext(events, b""))
+            await asyncio.wait({following}, timeout=KEEP_ALIVE_S)
+            if not following.done():
+                yield KEEP_ALIVE_COMMENT
+                continue
+            event, following = following.result(), None
+            if not event:
+                return
+            yield event
+    finally:
+        if following is not None:
+            following.cancel()
+            await asyncio.gather(following, return_exceptions=True)
+        await events.aclose()
 
 
 def encode_event(body: Mapping[str, Any], name: str | None = None) -> bytes:

@@ -188,27 +188,6 @@ def test_states_go_back_without_a_replay(tmp_path: Path) -> None:
     assert not any(isinstance(event, Replayed) for event in events)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("how", ["perfect", "poor"])
-def test_servers_are_killed_again_and_again(swarm: TestSwarm, local: Any, poor: Any, how: str) -> None:
-    """A server at every fifth token, in turns the first, the middle, and the last of the route."""
-    killed = []
-
-    def kill(session: Any) -> None:
-        killed.append(holder(swarm, session, (0, 2, 5)[len(killed) % 3]))
-        swarm.start(killed[-1].blocks, dtype="float32").wait_ready()
-        killed[-1].kill()
-
-    for blocks in SPANS:
-        for _ in range(2 - len(swarm.holders(blocks))):
-            swarm.start(blocks, dtype="float32").wait_ready()
-    with run_client(swarm, dtype="float32", wire="none") as model, model.inference_session(max_length=64) as session:
-        before = StoppingCriteriaList([Before(session, dict.fromkeys(range(5, NEW, 5), kill))])
-        draft = local if how == "perfect" else poor
-        assert write(model, prompt(), stopping_criteria=before, draft=draft) == write(local, prompt())
-    assert len(killed) == 4
-
-
 def test_what_cannot_draft_is_refused(model: Any, poor: Any) -> None:
     with pytest.raises(UsageError, match="a draft has to run at this client"):
         write(model, prompt(), assistant_model=model)
@@ -231,3 +210,25 @@ def test_what_cannot_draft_is_refused(model: Any, poor: Any) -> None:
 def test_guesses_do_not_change_rotary_frequencies() -> None:
     for rope_limit, is_dynamic, room in [(12, False, 14), (7, False, 20), (7, True, 9), (30, True, 20), (None, 0, 20)]:
         assert guess_room(20, rope_limit, padding=2, has_dynamic_rope=bool(is_dynamic))(10) == room
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["perfect", "poor"])
+def test_servers_are_killed_again_and_again(swarm: TestSwarm, local: Any, poor: Any, how: str) -> None:
+    """A server at every fifth token, in turns the first, the middle, and the last of the route. Last here: it ends the
+    servers that other tests' clients know."""
+    killed = []
+
+    def kill(session: Any) -> None:
+        killed.append(holder(swarm, session, (0, 2, 5)[len(killed) % 3]))
+        swarm.start(killed[-1].blocks, dtype="float32").wait_ready()
+        killed[-1].kill()
+
+    for blocks in SPANS:
+        for _ in range(2 - len(swarm.holders(blocks))):
+            swarm.start(blocks, dtype="float32").wait_ready()
+    with run_client(swarm, dtype="float32", wire="none") as model, model.inference_session(max_length=64) as session:
+        before = StoppingCriteriaList([Before(session, dict.fromkeys(range(5, NEW, 5), kill))])
+        draft = local if how == "perfect" else poor
+        assert write(model, prompt(), stopping_criteria=before, draft=draft) == write(local, prompt())
+    assert len(killed) == 4

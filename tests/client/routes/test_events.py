@@ -6,7 +6,15 @@ import asyncio
 
 import pytest
 
-from swarm.client.routes.events import BlocksMissing, HopLost, Recovered, Replayed, RouteTaken, broadcast
+from swarm.client.routes.events import (
+    BlocksMissing,
+    HopLost,
+    PromptComputed,
+    Recovered,
+    Replayed,
+    RouteTaken,
+    broadcast,
+)
 from swarm.data_structures import Span
 from swarm.errors import MissingBlocks
 from tests import virtual_time
@@ -35,6 +43,18 @@ def test_events_of_a_failover_come_in_order(span_model):
         assert isinstance(recovered, Recovered)
         assert 0 < recovered.seconds < 1
         assert names(again) == ["a", "b2", "c"]
+
+    virtual_time.run(scenario)
+
+
+def test_each_chunk_of_a_prompt_is_an_event(span_model):
+    async def scenario() -> None:
+        swarm = Swarm(span_model, {"a": (0, 2), "b": (2, 6)})
+        await swarm.start()
+        talk = await swarm.chain()
+        await talk.prefill((3, 5), (4, 2), (1, 1))
+        await talk.append(1, 1)
+        assert swarm.events[1:] == [PromptComputed(5), PromptComputed(7), PromptComputed(8)]
 
     virtual_time.run(scenario)
 

@@ -126,6 +126,15 @@ def test_guessing_goes_on_only_if_it_makes_the_text_faster(guessing_s, most):
     assert (share < 0.06) if guessing_s > 0.1 else (share > 0.95)
 
 
+@given(st.integers(0, 200), st.floats(0.02, 0.07))
+def test_a_standstill_is_not_blamed_on_guessing(stall, guessing_s):
+    pace = Pace()
+    pace.on_round(0.1)
+    for token in range(300):
+        pace.on_tokens(1, 2.0 if token == stall else guessing_s, guessing=True)
+        assert pace.guesses
+
+
 def test_a_way_that_has_become_slow_is_left_and_one_that_has_become_fast_found_again():
     pace = Pace()
 

@@ -8,13 +8,16 @@ from collections.abc import AsyncGenerator, Iterable
 import pytest
 
 from swarm.gateway.http.responses import (
+    KEEP_ALIVE_COMMENT,
     ClientDisconnected,
     EventStreamResponse,
     await_first_event,
     cancel_on_disconnect,
     encode_event,
+    kept_alive,
 )
 from swarm.gateway.openai.api_errors import BadRequest, ServiceUnavailable
+from tests import virtual_time
 from tests.gateway.http.fake_client import Client, run
 
 
@@ -133,6 +136,25 @@ def test_waiting_for_the_first_event_keeps_the_stream():
             await await_first_event(Stream([BadRequest("no")]).events())
 
     run(work)
+
+
+def test_a_silent_stream_is_kept_alive():
+    async def work() -> None:
+        async def silent() -> AsyncGenerator[bytes]:
+            for seconds in (1, 40, 1):
+                await asyncio.sleep(seconds)
+                yield b"a"
+
+        assert [one async for one in kept_alive(silent())] == [b"a", KEEP_ALIVE_COMMENT, KEEP_ALIVE_COMMENT, b"a", b"a"]
+        stream = Stream([b"a"], waits=True)
+        kept = kept_alive(stream.events())
+        assert [await anext(kept), await anext(kept)] == [b"a", KEEP_ALIVE_COMMENT]
+        await kept.aclose()
+        assert stream.closed
+        with pytest.raises(BadRequest):
+            await anext(kept_alive(Stream([BadRequest("no")]).events()))
+
+    virtual_time.run(work)
 
 
 def test_events():

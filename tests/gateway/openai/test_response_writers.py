@@ -1,4 +1,4 @@
-"""Log probabilities of completions in OpenAI's form."""
+"""Responses in OpenAI's form, whole and in chunks."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import pytest
 from swarm.client.routes.events import BlocksMissing, RouteTaken
 from swarm.data_structures import Hop, Route, Span
 from swarm.errors import MissingBlocks
+from swarm.gateway.generation_endpoints import encoded_events
+from swarm.gateway.http.responses import KEEP_ALIVE_COMMENT, encode_event
 from swarm.gateway.openai.response_writers import (
     AccumulatedAnswer,
     ChatResponseWriter,
@@ -20,7 +22,7 @@ from swarm.gateway.openai.response_writers import (
     stream_response,
 )
 from swarm.generation.sampling import SampledToken
-from swarm.generation.sequence_generation import SequenceEnd, SequenceFailed
+from swarm.generation.sequence_generation import PromptProgress, SequenceEnd, SequenceFailed
 from swarm.generation.sequence_output import SequenceDelta
 from tests.generation.fake_generation import make_group
 from tests.infos import server_info
@@ -88,6 +90,19 @@ def test_a_response_does_not_begin_while_blocks_are_missing(make_group):
             await read()
         assert [part.body["kind"] for part in told if isinstance(part, ResponseDetail)] == ["route", "missing"]
         assert not any(isinstance(part, ResponseChunk) for part in told)
+
+    asyncio.run(work())
+
+
+@pytest.mark.parametrize("with_details", [True, False])
+def test_a_stream_begins_while_a_long_prompt_is_computed(make_group, with_details):
+    async def work() -> None:
+        one = make_group(1)
+        for news in (RouteTaken(ROUTE), PromptProgress(512, 8000), SequenceEnd("stop", 1)):
+            one._generations[0].on_event(news)
+        events = [event async for event in encoded_events(one, ChatResponseWriter("m", None), False, with_details)]
+        detail = encode_event({"kind": "prompt", "computed": 512, "tokens": 8000}, "swarm")
+        assert events[with_details] == (detail if with_details else KEEP_ALIVE_COMMENT)
 
     asyncio.run(work())
 

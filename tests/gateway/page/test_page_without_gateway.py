@@ -140,6 +140,23 @@ def test_strange_details_harm_nothing(page):
     expect(page.locator("img")).to_have_count(0)
 
 
+def test_progress_of_a_long_prompt_is_shown_until_the_answer_begins(page):
+    page.evaluate("""() => {
+        const body = new TransformStream(), writer = body.writable.getWriter(), encoder = new TextEncoder();
+        window.sendEvent = (text) => writer.write(encoder.encode(text));
+        window.fetch = async () => new Response(body.readable, { headers: { "Content-Type": "text/event-stream" } });
+    }""")
+    send(page, "hello")
+    detail = json.dumps({"kind": "prompt", "computed": 2048, "tokens": 8000})
+    page.evaluate("(text) => { window.sendEvent(text); }", f": waiting\n\nevent: swarm\ndata: {detail}\n\n")
+    expect(page.locator(".notice.waiting")).to_have_text("Reading the conversation: 2,048 of 8,000 tokens")
+    picture(page, "chat-reading")
+    page.evaluate("(text) => { window.sendEvent(text); }", stream("Fine", whole=False)["body"])
+    expect(answers(page)).to_have_text(["Fine"])
+    expect(page.locator(".notice")).to_have_count(1)
+    expect(page.locator(".notice")).to_be_hidden()
+
+
 def test_settings_are_sent_and_kept(page):
     requests = Answers(page, stream("Yes."))
     page.get_by_role("button", name="Settings").click()

@@ -60,6 +60,7 @@ export class AnswerRequest {
 
   #onEvent(event) {
     const { node } = this;
+    if (this.notice?.kind === "waiting") this.notice = null;
     if (event.kind === "text") node.text += event.text;
     else if (event.kind === "thought") node.thought = (node.thought ?? "") + event.text;
     else if (event.kind === "finish") node.finish = event.reason;
@@ -76,6 +77,9 @@ export class AnswerRequest {
     } else if (event.kind === "missing") {
       const blocks = String(event.blocks).slice(0, 80);
       this.#setNotice("warning", `No server holds blocks ${blocks} at present. Waiting for one.`);
+    } else if (event.kind === "prompt" && Number.isFinite(event.computed) && Number.isFinite(event.tokens)) {
+      const [computed, tokens] = [event.computed, event.tokens].map((count) => count.toLocaleString("en"));
+      this.#setNotice("waiting", `Reading the conversation: ${computed} of ${tokens} tokens`);
     } else if (event.kind === "recovered" && Number.isFinite(event.seconds)) {
       this.node.recoveries = [...(this.node.recoveries ?? []), event.seconds];
       this.#setNotice("good", "A server was lost. The swarm has recovered and continues.");

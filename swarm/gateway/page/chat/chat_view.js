@@ -143,7 +143,7 @@ export class Chat {
   }
 
   #announceNotice(notice) {
-    if (notice && notice !== this.announcedNotice) announce(notice.text);
+    if (notice && notice !== this.announcedNotice && notice.kind !== "waiting") announce(notice.text);
     this.announcedNotice = notice;
   }
 
