@@ -411,7 +411,8 @@ class SequenceGeneration:
         elif isinstance(event, GuessVerified):
             self.guesses[event.draft, event.stands] += 1
         elif isinstance(event, PromptComputed):
-            if (now := time.monotonic()) - self._reported_at >= PROGRESS_PERIOD_S:
+            # Later, a text whose rotary frequencies change is computed anew: that is no part of the prompt.
+            if not self.tokens and (now := time.monotonic()) - self._reported_at >= PROGRESS_PERIOD_S:
                 self._reported_at = now
                 self._emit(PromptProgress(event.tokens, len(self.request.prompt)))
         else:

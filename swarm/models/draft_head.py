@@ -156,7 +156,7 @@ class HeadText:
         skipped = max(0, len(hidden_NH) - WINDOW_TOKENS)
         if skipped or first != self._begin + self._real:
             self._begin_at(first + skipped)
-            hidden_NH = hidden_NH[skipped:].clone()
+            hidden_NH = hidden_NH[skipped:].clone()  # a part would keep all of them in memory
         rows = hidden_NH.to(self._head.join.weight)
         self._hidden[self._real : self._real + len(rows)] = rows.unbind()
         self._real += len(rows)

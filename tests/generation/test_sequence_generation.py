@@ -1,14 +1,31 @@
-"""Counting the exits of an answer."""
+"""What a sequence tells of its exits, of what may be taken back, and of its prompt."""
 
 from __future__ import annotations
 
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from swarm.client.early_exit.token_output import ProvisionalStreamer
-from swarm.client.routes.events import ExitTaken, ExitVerified
-from swarm.generation.sequence_generation import ExitCounts, ProvisionalText
+from swarm.client.routes.events import ExitTaken, ExitVerified, PromptComputed
+from swarm.client.threads.compute_lock import ComputeLock
+from swarm.generation import sequence_generation
+from swarm.generation.sequence_generation import (
+    ExitCounts,
+    PromptProgress,
+    ProvisionalText,
+    SequenceEnd,
+    SequenceEvent,
+    SequenceGeneration,
+)
+from swarm.generation.sequence_request import SequenceRequest
+from swarm.models.checkpoints.checkpoint import DEMO_FOLDER
+from swarm.models.tokenizers.tokenizer import load_tokenizer
 
 
 def counted(*events: ExitTaken | ExitVerified) -> ExitCounts:
@@ -74,3 +91,33 @@ def test_what_is_no_text_yet_is_not_told_of():
         output.put_provisional(torch.tensor([token]))
     output.take_back(1)
     assert shown == ["é", ""]
+
+
+class _Computed(SequenceGeneration):
+    """Computes its prompt in two chunks, and all of it in two more behind the first token."""
+
+    def _generate(self) -> str:
+        for self.tokens in (0, 1):
+            self._on_session_event(PromptComputed(2))
+            self._on_session_event(PromptComputed(3))
+        return "stop"
+
+
+@pytest.mark.parametrize("period_s", [0.0, 60.0])
+def test_progress_is_that_of_the_prompt_and_reported_now_and_then(
+    monkeypatch: pytest.MonkeyPatch, period_s: float
+) -> None:
+    monkeypatch.setattr(sequence_generation, "PROGRESS_PERIOD_S", period_s)
+    served: Any = SimpleNamespace(
+        compute_lock=ComputeLock(), end_tokens=frozenset(), tokenizer=load_tokenizer(DEMO_FOLDER)
+    )
+    told: list[SequenceEvent] = []
+
+    async def work() -> None:
+        generation = _Computed(served, SequenceRequest(prompt=[5, 6, 7], limit=1), told.append)
+        generation.start()
+        await generation.wait_ended()
+
+    asyncio.run(work())
+    progress = [] if period_s else [PromptProgress(2, 3), PromptProgress(3, 3)]
+    assert told == [*progress, SequenceEnd("stop", 1)]

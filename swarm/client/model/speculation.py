@@ -92,9 +92,9 @@ def generate_with_drafts(model: Any, drafts: Sequence[Draft], call: LoopCall) ->
             "session and past_key_values out"
         )
     mask_1T = call.arguments.get("attention_mask")
-    known = session.position
-    logits_1V, forward = _computed_prompt(model, drafts, call)
     mask_1T = mask_1T[:, -tokens_1T.shape[1] :] if mask_1T is not None else None
+    known = session.position
+    logits_1V, forward = _computed_prompt(model, drafts, call, mask_1T)
     limits = [call.max_length - 1] + ([] if session.grows else [session.max_length])
     padding = 0 if mask_1T is None else int((mask_1T == 0).sum())
     decoder = StreamDecoder(
@@ -114,15 +114,15 @@ def generate_with_drafts(model: Any, drafts: Sequence[Draft], call: LoopCall) ->
     return call.result(decoder.generate(tokens_1T, mask_1T, logits_1V, session.position - known))
 
 
-def _computed_prompt(model: Any, drafts: Sequence[Draft], call: LoopCall) -> tuple[torch.Tensor, ModelForward]:
+def _computed_prompt(
+    model: Any, drafts: Sequence[Draft], call: LoopCall, mask_1T: torch.Tensor | None
+) -> tuple[torch.Tensor, ModelForward]:
     """`LoopCall.prefill`. Drafts are told the hidden states that are computed for it."""
     answers = list[torch.Tensor]()
     with model.remote_layer.heard(answers.append):
         logits_1V, forward = call.prefill(model)
-    hidden_NH, real_T = torch.cat(answers, 1)[0], torch.ones_like(call.tokens_RT[0], dtype=torch.bool)
-    if (mask_1T := call.arguments.get("attention_mask")) is not None:
-        real_T = mask_1T[0, -len(real_T) :].bool()
-    hidden_NH = hidden_NH[-len(real_T) :]  # without virtual tokens
+    real_T = torch.ones_like(call.tokens_RT[0], dtype=torch.bool) if mask_1T is None else mask_1T[0].bool()
+    hidden_NH = torch.cat(answers, 1)[0, -len(real_T) :]  # without virtual tokens
     hidden_NH = hidden_NH[real_T[-len(hidden_NH) :].to(hidden_NH.device)]
     for draft in drafts:
         draft.observe(int(real_T.sum()) - len(hidden_NH), hidden_NH)
