@@ -74,6 +74,8 @@ class InferenceSession:
         grows: whether `max_length` is only where to begin. A longer session is opened when a step needs one.
         begun: with how many tokens of an earlier session it began; see `begin_with`.
         text_length: of a text that comes in several forwards, for frequencies as if it came in one; 0 to count.
+        room_timeout: seconds for which opening the session waits for room at its servers before it raises `CacheFull`,
+            for callers that try again. None to wait as for lost servers, and to avoid full ones for a while.
     """
 
     def __init__(
@@ -95,6 +97,7 @@ class InferenceSession:
         self._model = model
         self.rope_limit = rope_limit(model.config)
         self.text_length = 0
+        self.room_timeout: float | None = None
         self.grows = False
         self.begun = 0
         self._began_with: PrefixSource | None = None
@@ -305,7 +308,7 @@ class InferenceSession:
 
         Raises as `open`, and `UsageError` if the session is open.
         """
-        if self._chain is not None:
+        if self._chain is not None and self._chain.is_open:
             raise UsageError("the session is open; begin another one with the prefix")
         source = prefix.source
         if source.connection is self._connection and type(self.cache) is PlaceholderCache and not self._early_exits:
@@ -460,7 +463,7 @@ class InferenceSession:
                 prefix = None
             # Assigned before it is open: if Ctrl-C interrupts the opening, the chain still has to be closed.
             self._chain = self._new_chain()
-            self.begun = self._connection.run(self._chain.open(prefix))
+            self.begun = self._connection.run(self._chain.open(prefix, self.room_timeout))
         return self._chain
 
     def close(self) -> None:

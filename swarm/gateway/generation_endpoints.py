@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack, aclosing, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from swarm.gateway.access import authenticate, check_origin
-from swarm.gateway.admission import AdmissionTicket, NotAdmitted
+from swarm.gateway.admission import NotAdmitted
 from swarm.gateway.api_keys import ApiKey
 from swarm.gateway.gateway_state import GatewayState
 from swarm.gateway.http.request_body import TOKEN_BYTES, RequestRoom, read_body
@@ -22,7 +22,7 @@ from swarm.gateway.http.responses import (
     KEEP_ALIVE_COMMENT,
     EventStreamResponse,
     JsonResponse,
-    await_first_event,
+    begun,
     cancel_on_disconnect,
     encode_event,
     kept_alive,
@@ -47,6 +47,9 @@ from swarm.generation.prompts import prompt_texts
 from swarm.generation.sequence_group import SequenceGroup
 from swarm.generation.sequence_request import SequenceRequest
 from swarm.generation.served_model import ServedModel
+
+STATUS_WAIT_S = 0.05
+"""Seconds within which an error sets the status of a stream. Then it begins, and a later error is its last event."""
 
 DETAILS_HEADER = "x-swarm-details"
 """Header of requests whose response also reports routes and recoveries."""
@@ -113,72 +116,50 @@ class GenerationEndpoints:
         key = await authenticate(self._gateway, request.headers)
         with self._count_rejections():
             self._gateway.admission.check_limits(key, 0)  # before anything is read or computed for the key
-        with self._gateway.request_room(key) as room:
+        async with AsyncExitStack() as until_response:
+            held = AsyncExitStack()  # what the request holds until its response is complete
+            until_response.push_async_callback(held.aclose)
+            room = held.enter_context(self._gateway.request_room(key))
             parsed = parse(await self._read_body(request, room))
-            prepared = await self._prepare(request, key, parsed, prepare)
-            room.hold(prepared.prompt_bytes)
-            group = SequenceGroup(
-                self._gateway.model(parsed.model),
-                prepared.sequences,
-                parsed.n or 1,
-                started_at,
-                self._gateway.metrics,
-                _owner(key, request),
-            )
-            return await self._respond(request, key, parsed, prepared, group, room)
+            if parsed.provisional and DETAILS_HEADER not in request.headers:
+                raise BadRequest(
+                    f"early_exit.provisional needs the header {DETAILS_HEADER}, with which its events are sent",
+                    param="early_exit.provisional",
+                )
+            served = self._gateway.model(parsed.model)
+            request.state.model = served.name
 
-    async def _prepare(
-        self,
-        request: Request,
-        key: ApiKey | None,
-        parsed: ParsedRequest,
-        prepare: Callable[[ParsedRequest, ServedModel], PreparedRequest],
-    ) -> PreparedRequest:
-        if parsed.provisional and DETAILS_HEADER not in request.headers:
-            raise BadRequest(
-                f"early_exit.provisional needs the header {DETAILS_HEADER}, with which its events are sent",
-                param="early_exit.provisional",
-            )
-        served = self._gateway.model(parsed.model)
-        request.state.model = served.name
-        return await self._gateway.run_in_thread(request.receive, key, partial(prepare, parsed, served))
+            async def start() -> RunningRequest:
+                work = partial(prepare, parsed, served)
+                prepared = await self._gateway.run_in_thread(request.receive, key, work)
+                room.hold(prepared.prompt_bytes)
+                choices, metrics = parsed.n or 1, self._gateway.metrics
+                group = SequenceGroup(served, prepared.sequences, choices, started_at, metrics, _owner(key, request))
+                await self._start(held, key, prepared.reserved_tokens, group, room)
+                return RunningRequest(group, prepared.writer, parsed.include_usage, DETAILS_HEADER in request.headers)
 
-    async def _respond(
-        self,
-        request: Request,
-        key: ApiKey | None,
-        parsed: ChatRequest | CompletionRequest,
-        prepared: PreparedRequest,
-        group: SequenceGroup,
-        room: RequestRoom,
-    ) -> Response:
-        with_details = DETAILS_HEADER in request.headers
-        async with AsyncExitStack() as stack:
-            admission = self._admit(stack, key, prepared.reserved_tokens, group.parallel)
-            ticket = await cancel_on_disconnect(request.receive, admission)
-            room.release()  # from here on, the number of requests that run is the limit
-            stack.callback(lambda: ticket.report_usage(group.total_tokens))
-            stack.enter_context(self._gateway.abortable(group))
-            await stack.enter_async_context(group.generating())
             if not parsed.stream:
-                response = complete_response(group, prepared.writer, with_details=with_details)
-                return JsonResponse(await cancel_on_disconnect(request.receive, response))
-            events = encoded_events(group, prepared.writer, parsed.include_usage, with_details)
-            if not with_details:
-                # An error before anything is computed gets its own status. With details, the stream starts at once.
-                events = await cancel_on_disconnect(request.receive, await_first_event(events))
-            stack.enter_context(self._gateway.metrics.track_stream())
-            on_end = partial(self._end_stream, stack.pop_all())
-            return EventStreamResponse(kept_alive(events), self._gateway.settings.send_timeout_s, on_end)
+                return JsonResponse(await cancel_on_disconnect(request.receive, _whole(start)))
+            events = kept_alive(_streamed(start), STATUS_WAIT_S)
+            await cancel_on_disconnect(request.receive, begun(events))
+            held.enter_context(self._gateway.metrics.track_stream())
+            until_response.pop_all()
+            return EventStreamResponse(events, self._gateway.settings.send_timeout_s, partial(self._end_stream, held))
 
-    async def _admit(self, stack: AsyncExitStack, key: ApiKey | None, tokens: int, texts: int) -> AdmissionTicket:
-        """Wait for admission, which ends when the stack is closed.
+    async def _start(
+        self, held: AsyncExitStack, key: ApiKey | None, tokens: int, group: SequenceGroup, room: RequestRoom
+    ) -> None:
+        """Wait for admission, and begin to generate; both end when `held` is closed.
 
         Raises:
             NotAdmitted: a limit is used up, or the queue is full.
         """
         with self._count_rejections():
-            return await stack.enter_async_context(self._gateway.admission.admit(key, tokens, texts))
+            ticket = await held.enter_async_context(self._gateway.admission.admit(key, tokens, group.parallel))
+        room.release()  # from here on, the number of requests that run is the limit
+        held.callback(lambda: ticket.report_usage(group.total_tokens))
+        held.enter_context(self._gateway.abortable(group))
+        await held.enter_async_context(group.generating())
 
     @contextmanager
     def _count_rejections(self) -> Iterator[None]:
@@ -193,10 +174,10 @@ class GenerationEndpoints:
         check_origin(request.headers, settings.cors_origins, settings.host_names)
         return await read_body(request, settings.max_request_bytes, settings.read_timeout_s, room)
 
-    async def _end_stream(self, stack: AsyncExitStack, was_read: bool) -> None:
+    async def _end_stream(self, held: AsyncExitStack, was_read: bool) -> None:
         if not was_read:
             self._gateway.metrics.client_disconnected()
-        await stack.aclose()
+        await held.aclose()
 
 
 def _owner(key: ApiKey | None, request: Request) -> str:
@@ -207,6 +188,29 @@ def _owner(key: ApiKey | None, request: Request) -> str:
     if key is not None:
         return f"key {key.name}"
     return f"machine {request.client.host if request.client is not None else ''}"
+
+
+@dataclass(frozen=True)
+class RunningRequest:
+    """A request whose sequences are being generated, and how its response is written."""
+
+    group: SequenceGroup
+    writer: ResponseWriter
+    include_usage: bool
+    with_details: bool
+
+
+async def _whole(start: Callable[[], Awaitable[RunningRequest]]) -> dict[str, Any]:
+    running = await start()
+    return await complete_response(running.group, running.writer, with_details=running.with_details)
+
+
+async def _streamed(start: Callable[[], Awaitable[RunningRequest]]) -> AsyncGenerator[bytes]:
+    running = await start()
+    events = encoded_events(running.group, running.writer, running.include_usage, running.with_details)
+    async with aclosing(events):
+        async for event in events:
+            yield event
 
 
 async def encoded_events(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from swarm.errors import ChatTemplateError, MissingBlocks, NotEnoughMemory, RemoteError, SwarmError
+from swarm.errors import ChatTemplateError, MissingBlocks, RemoteError, SwarmError
 
 
 class InvalidGenerationRequest(SwarmError):
@@ -27,5 +27,5 @@ class GenerationCancelled(SwarmError):
     """The sequence was cancelled before it was complete."""
 
 
-EXPECTED_ERRORS = (InvalidGenerationRequest, MissingBlocks, NotEnoughMemory, ChatTemplateError, RemoteError)
+EXPECTED_ERRORS = (InvalidGenerationRequest, MissingBlocks, ChatTemplateError, RemoteError)
 """What can go wrong without a bug in this process. These errors are reported as they are."""

@@ -6,6 +6,9 @@ Laws:
 - Each sequence has its own inference session. `cancel` ends its wait for the swarm at any point, and the session is
   then freed on all servers.
 - The thread never waits for the reader: its output is bounded by its limit and is kept until it is read.
+- Room at the servers is reserved for a portion of the text at a time. Between two portions the text holds none, and its
+  cache is parked, so no two texts wait for what the other one holds. The next portion goes on with what servers still
+  have (`RoomQueue` says whose turn it is).
 - Only tokens that stand become output: transformers asks the stopping criterion behind each of them, whether tokens
   may leave early or not.
 """
@@ -17,109 +20,28 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
+from functools import cached_property, partial
 from itertools import takewhile
 from typing import Any
 
 import torch
 
 from swarm.client.chain.prefix import Prefix
-from swarm.client.routes.events import ExitTaken, ExitVerified, GuessVerified, PromptComputed, SessionEvent
+from swarm.client.routes.events import ExitTaken, ExitVerified, GuessVerified, PromptComputed, RouteTaken, SessionEvent
 from swarm.client.session import InferenceSession
 from swarm.client.threads.compute_lock import ComputeTicket
-from swarm.errors import NoExitClassifiers, ProcessorsWithState, SwarmError, UsageError
+from swarm.data_structures import Span
+from swarm.errors import CacheFull, NoExitClassifiers, ProcessorsWithState, SwarmError, TooLong, UsageError
+from swarm.generation.early_exits import ExitCounts, ProvisionalText
 from swarm.generation.errors import EXPECTED_ERRORS, GenerationCancelled, GenerationCrashed, InvalidGenerationRequest
 from swarm.generation.sampling import SampledToken, Sampler, top_tokens
 from swarm.generation.sequence_output import IncrementalDetokenizer, SequenceDelta, SequenceOutput
 from swarm.generation.sequence_request import SequenceRequest
 from swarm.generation.served_model import ServedModel
-
-
-@dataclass
-class _BoundaryCounts:
-    """Guesses in front of one block, and how many of them stood or were given up."""
-
-    taken: int = 0
-    stood: int = 0
-    given_up: int = 0
-
-
-@dataclass
-class ExitCounts:
-    """Counts of one sequence's exits. One thread counts; others may read."""
-
-    _boundaries: dict[int, _BoundaryCounts] = field(default_factory=dict)
-
-    def count(self, event: ExitTaken | ExitVerified) -> None:
-        """Count one event of the sequence's session."""
-        counts = self._boundaries.setdefault(event.block, _BoundaryCounts())
-        if isinstance(event, ExitTaken):
-            counts.taken += 1
-        elif event.stands:
-            counts.stood += 1
-        else:
-            counts.given_up += 1
-
-    @classmethod
-    def total(cls, parts: Iterable[ExitCounts]) -> ExitCounts:
-        """The counts of several sequences together."""
-        total = cls()
-        for part in parts:
-            for block, counts in list(part._boundaries.items()):
-                sums = total._boundaries.setdefault(block, _BoundaryCounts())
-                sums.taken += counts.taken
-                sums.stood += counts.stood
-                sums.given_up += counts.given_up
-        return total
-
-    def details(self) -> list[dict[str, Any]]:
-        """The counts as JSON, by block."""
-        return [
-            {"block": block, "taken": counts.taken, "stood": counts.stood, "given_up": counts.given_up}
-            for block, counts in sorted(self._boundaries.items())
-        ]
-
-
-class ProvisionalText:
-    """A streamer of one sequence (`swarm.client.early_exit.token_output`) that keeps its provisional text up to date.
-
-    Args:
-        preview: the text that these tokens would add to the output.
-        show: called with the whole provisional text whenever it changes.
-    """
-
-    def __init__(self, preview: Callable[[Sequence[int]], str], show: Callable[[str], None]) -> None:
-        self._preview, self._show = preview, show
-        self._tokens: list[int] = []
-        self._shown = ""
-
-    def put(self, value: torch.Tensor) -> None:
-        """A token stands. Output may have come with it, so what is left is shown again."""
-        del self._tokens[:1]
-        self._update(again=True)
-
-    def put_provisional(self, value: torch.Tensor) -> None:
-        """A token follows that may be taken back."""
-        self._tokens.append(int(value))
-        self._update()
-
-    def take_back(self, count: int) -> None:
-        """The last tokens were wrong."""
-        del self._tokens[-count:]
-        self._update()
-
-    def end(self) -> None:
-        """The text is complete."""
-
-    def _update(self, again: bool = False) -> None:
-        text = self._preview(self._tokens)
-        if text != self._shown or (again and text):
-            self._shown = text
-            self._show(text)
-
+from swarm.models.rope_lengths import rope_limit
 
 PORTION_TOKENS = 128
 """Positions whose scores are in memory at once: of a large vocabulary, 80 MB in float32."""
@@ -178,6 +100,29 @@ class PromptProgress:
     tokens: int
 
 
+MIN_PORTION_TOKENS, MAX_PORTION_TOKENS = 256, 1024
+"""For how many new tokens servers are asked for room at once, within these bounds: as many as there are already. Few
+texts are as long as they may be."""
+
+SETTINGS_OF_ONE_CALL = (
+    *("min_new_tokens", "max_time", "begin_suppress_tokens", "forced_bos_token_id", "forced_eos_token_id"),
+    *("exponential_decay_length_penalty", "encoder_repetition_penalty", "encoder_no_repeat_ngram_size"),
+    *("watermarking_config", "guidance_scale"),
+)
+"""Of the model's generation settings, those that depend on where `generate` began."""
+
+ROOM_ATTEMPT_S = 1.0
+"""Seconds for which servers are asked for room at a time."""
+
+ROOM_TIMEOUT_S = 60.0
+"""Seconds after which a text gives up if no server has room and no other text of this process has any to give back."""
+
+
+@dataclass(frozen=True)
+class RoomAwaited:
+    """The servers have no room for the text now. It goes on when its turn has come."""
+
+
 @dataclass(frozen=True)
 class SequenceEnd:
     """The sequence is complete.
@@ -198,7 +143,9 @@ class SequenceFailed:
     error: SwarmError
 
 
-SequenceEvent = SequenceDelta | SequenceProvisional | PromptProgress | SequenceEnd | SequenceFailed | SessionEvent
+SequenceEvent = (
+    SequenceDelta | SequenceProvisional | PromptProgress | RoomAwaited | SequenceEnd | SequenceFailed | SessionEvent
+)
 
 
 class SequenceGeneration:
@@ -234,6 +181,10 @@ class SequenceGeneration:
         self._owner = owner
         self._on_prompt = on_prompt
         self._session: InferenceSession | None = None
+        self._holds_room = False
+        self._kept: Prefix | None = None
+        self._hops: list[tuple[str, Span]] = []
+        self._text = list(request.prompt)
         self.tokens = 0
         self.exits = ExitCounts()
         self.guesses: Counter[tuple[str, bool]] = Counter()
@@ -282,30 +233,25 @@ class SequenceGeneration:
         self._call_in_loop(self._ended.set)
 
     def _generate(self) -> str:
-        """Run `generate`, and return the finish reason."""
+        """Write the text, portion by portion, and return the finish reason."""
         request = self.request
-        max_length = len(request.prompt) + request.limit
-        session = self._served.model.inference_session(max_length=max_length, listener=self._on_session_event)
-        self._session = session
+        self._number = self._served.room.next_number()
+        self._kept = self.prompt or self._stored_prefix()
         try:
             images = None if request.images is None else request.images.take(self._served.model)  # takes seconds
             with self._ticket:
-                if request.scores_prompt:
-                    self._score_prompt(session)
-                elif images is None:
-                    self._begin_with_prefix(session)
-                if request.limit:
-                    self._generate_in(session, images)
-            self._park(session)
+                while not self._write_portion(images):
+                    pass
+            self._park()
         except CancelledError:
-            self._park(session)
+            self._park()
             raise
         except UsageError as error:
             if request.early_exit is None or type(error) not in (UsageError, ProcessorsWithState):
                 raise  # not about its options
             raise InvalidGenerationRequest(str(error), parameter="early_exit") from error
         finally:
-            session.close()  # outside of the ticket, which may have been cancelled
+            self._close()  # outside of the ticket, which may have been cancelled
         last = self._output.finish()
         if last.text or last.calls or last.tokens or last.thought:
             self._emit(last)
@@ -313,16 +259,120 @@ class SequenceGeneration:
             return "tool_calls"
         return "stop" if self._output.stopped or self._last_token in self._end_tokens else "length"
 
-    def _begin_with_prefix(self, session: InferenceSession) -> None:
-        prefix = self.prompt or self._served.prefixes.find(self._owner, self.request.prompt)
-        if prefix is not None:
-            begun = session.begin_with(prefix)
-            self.cached_tokens = begun if self.prompt is None else 0
+    def _write_portion(self, images: Any) -> bool:
+        """Write as much as the session has room for; whether the text is complete."""
+        portion, before = self._portion(), self.tokens
+        max_length = len(self._text) + portion
+        self._session = session = self._served.model.inference_session(
+            max_length=max_length, listener=self._on_session_event
+        )
+        if self.request.early_exit is not None:
+            session.prepare_for(self.request.early_exit)
+        try:
+            self._take_room(session)
+            if self.request.scores_prompt and not before:
+                self._score_prompt(session)
+            if portion:
+                self._generate_in(session, images, portion)
+        except TooLong as error:
+            if not self.tokens:
+                raise
+            logger.info("A text ends after %d tokens, because no server takes a longer one: %s", self.tokens, error)
+            return True
+        except CacheFull as error:  # what the servers have taken back is written anew
+            if not self._in_portions or not self._holds_room or self.tokens == before:
+                raise
+            logger.info("A text waits for room again: %s", error)
+            self._kept = None
+            self._close()
+            return False
+        is_whole = self.tokens - before == portion and self.tokens < self.request.limit
+        if self._output.stopped or self._last_token in self._end_tokens or not is_whole:
+            return True
+        self._kept = session.park()
+        self._close()
+        return False
 
-    def _park(self, session: InferenceSession) -> None:
+    def _portion(self) -> int:
+        """For how many more tokens the servers are asked for room."""
+        left = self.request.limit - self.tokens
+        return min(left, max(MIN_PORTION_TOKENS, min(self.tokens, MAX_PORTION_TOKENS))) if self._in_portions else left
+
+    @cached_property
+    def _in_portions(self) -> bool:
+        """Whether the text may go on in another session as if it was the same."""
+        request, model = self.request, self._served.model
+        limit = rope_limit(model.config)
+        return (
+            request.images is None
+            and model.prompts is None
+            and (request.early_exit is None or request.early_exit.fill == "exact")
+            and (limit is None or len(request.prompt) + request.limit <= limit)
+            and not any(getattr(model.generation_config, name, None) for name in SETTINGS_OF_ONE_CALL)
+        )
+
+    def _take_room(self, session: InferenceSession) -> None:
+        """Open the session: at once if nobody waits for room, else when its turn has come.
+
+        Raises:
+            CacheFull: no server has room, and no text of this process is going to give some back.
+        """
+        room = self._served.room
+        if not room.is_empty or self._refusal(session, 0.0) is not None:
+            self._emit(RoomAwaited())
+            with room.place(self._owner, self._number) as place:
+                self._ticket.wait(place.turn)
+                self._wait_for_room(session)
+        room.note_held(1)
+        self._holds_room = True
+
+    def _wait_for_room(self, session: InferenceSession) -> None:
+        """Ask again and again, while there is hope."""
+        hopeful_at = time.monotonic()
+        while True:
+            asked_at = time.monotonic()
+            refusal = self._refusal(session, ROOM_ATTEMPT_S)
+            if refusal is None:
+                return
+            now = time.monotonic()
+            hopeful_at = now if self._served.room.holding else hopeful_at
+            if now - hopeful_at > ROOM_TIMEOUT_S:
+                raise refusal
+            self._served.model.swarm.run(asyncio.sleep(max(0.0, asked_at + ROOM_ATTEMPT_S - now)))
+
+    def _refusal(self, session: InferenceSession, timeout_s: float) -> CacheFull | None:
+        """Open the session, with what was computed before as far as servers still have it; None, or why there is no
+        room for it."""
+        session.room_timeout = timeout_s
+        try:
+            if self._kept is not None:
+                begun = session.begin_with(self._kept)
+                self.cached_tokens = self.cached_tokens if self.tokens or self.prompt is not None else begun
+            session.open()
+        except CacheFull as error:
+            return error
+        session.room_timeout = None  # a lost server is replaced as in any session
+        return None
+
+    def _close(self) -> None:
+        """Give the session's room back, if it is not parked."""
+        if self._session is not None:
+            self._session.close()
+        if self._holds_room:
+            self._served.room.note_held(-1)
+            self._holds_room = False
+
+    def _stored_prefix(self) -> Prefix | None:
+        if self.request.images is not None or self.request.scores_prompt:
+            return None
+        return self._served.prefixes.find(self._owner, self.request.prompt)
+
+    def _park(self) -> None:
         """Leave what was computed for the next text of the same owner, unless this process keeps nothing."""
-        prefixes = self._served.prefixes
-        if prefixes.capacity and self.request.images is None and (prefix := session.park()) is not None:
+        prefixes, session = self._served.prefixes, self._session
+        if session is None or not prefixes.capacity or self.request.images is not None:
+            return
+        if (prefix := session.park()) is not None:
             prefixes.add(self._owner, prefix)
 
     def _share_prompt(self) -> None:
@@ -332,8 +382,6 @@ class SequenceGeneration:
             self._call_in_loop(on_prompt, self._session.share(len(self.request.prompt)))
 
     def _score_prompt(self, session: InferenceSession) -> None:
-        if self.request.early_exit is not None:
-            session.prepare_for(self.request.early_exit)  # not possible once it has computed tokens
         count = self.request.top_logprobs or 0
         scored = prompt_scores(
             self._served.model, session, self.request.prompt, count, before_portion=self._require_running
@@ -344,8 +392,8 @@ class SequenceGeneration:
         if self._cancelled:
             raise CancelledError
 
-    def _generate_in(self, session: InferenceSession, images: Any) -> None:
-        """Run `generate`. Early exit is optional: where the route has no place for it, no token leaves.
+    def _generate_in(self, session: InferenceSession, images: Any, portion: int) -> None:
+        """Run `generate` for a portion. Early exit is optional: where the route has no place for it, no token leaves.
 
         Nor does one where early exit is a default that the model's own settings rule out.
         """
@@ -353,11 +401,11 @@ class SequenceGeneration:
         streamer = ProvisionalText(self._preview, lambda text: self._emit(SequenceProvisional(text)))
         generate = partial(
             self._served.model.generate,
-            torch.tensor([list(request.prompt)]),
-            attention_mask=torch.ones(1, len(request.prompt), dtype=torch.long),
+            torch.tensor([self._text]),
+            attention_mask=torch.ones(1, len(self._text), dtype=torch.long),
             session=session,
             prompt_images=images,
-            max_new_tokens=request.limit,
+            max_new_tokens=portion,
             do_sample=False,  # the sampler leaves one token to choose from
             num_beams=1,
             temperature=None,
@@ -396,6 +444,7 @@ class SequenceGeneration:
 
     def _add_token(self, token: int) -> None:
         self._last_token = token
+        self._text.append(token)
         sampled = self._sampler.sampled(token, self.tokens)
         self.tokens += 1
         delta = self._output.add_token(sampled, is_end=token in self._end_tokens)
@@ -410,6 +459,11 @@ class SequenceGeneration:
             self.exits.count(event)  # up to two a token: not worth an event each
         elif isinstance(event, GuessVerified):
             self.guesses[event.draft, event.stands] += 1
+        elif isinstance(event, RouteTaken):
+            hops = [(hop.server.peer_id, hop.span) for hop in event.route.hops]
+            if hops != self._hops:  # the next portion of a text usually goes by the same servers
+                self._hops = hops
+                self._emit(event)
         elif isinstance(event, PromptComputed):
             # Later, a text whose rotary frequencies change is computed anew: that is no part of the prompt.
             if not self.tokens and (now := time.monotonic()) - self._reported_at >= PROGRESS_PERIOD_S:

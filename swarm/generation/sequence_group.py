@@ -18,10 +18,11 @@ from typing import TYPE_CHECKING, Any
 from swarm.client.chain.prefix import Prefix
 from swarm.client.routes.events import BlocksMissing, HopLost, Recovered, RouteTaken
 from swarm.errors import SwarmError, format_blocks
+from swarm.generation.early_exits import ExitCounts
 from swarm.generation.errors import GenerationCrashed
 from swarm.generation.sequence_generation import (
-    ExitCounts,
     PromptProgress,
+    RoomAwaited,
     SequenceEnd,
     SequenceEvent,
     SequenceFailed,
@@ -289,6 +290,8 @@ def route_detail(event: SequenceEvent) -> dict[str, Any] | None:
             return {"kind": "missing", "blocks": format_blocks(blocks)}
         case Recovered(seconds):
             return {"kind": "recovered", "seconds": round(seconds, 3)}
+        case RoomAwaited():
+            return {"kind": "waiting"}
         case PromptProgress(computed, tokens):
             return {"kind": "prompt", "computed": computed, "tokens": tokens}
     return None

@@ -21,6 +21,7 @@ from swarm.generation.formats.response_format import GrammarCompiler
 from swarm.generation.formats.thinking import ThinkingSyntax, thinking_syntax
 from swarm.generation.formats.tool_calls import ToolSyntax, tool_syntax
 from swarm.generation.prefix_store import PrefixStore, default_bytes
+from swarm.generation.room_queue import RoomQueue
 from swarm.models.adapters.adapter_files import MAX_WEIGHTS_BYTES, AdapterSource
 from swarm.models.checkpoints.checkpoint import Checkpoint
 from swarm.models.checkpoints.partial_loading import load_local_model
@@ -50,6 +51,7 @@ class ServedModel:
         drafts: what makes the drafts of each text.
         prefixes: what texts have left at servers.
         compute_lock: lets one sequence at a time compute its local part.
+        room: whose turn it is to ask the servers for room.
         created: Unix time.
     """
 
@@ -61,6 +63,7 @@ class ServedModel:
     drafts: list[DraftSource] = field(default_factory=list)
     prefixes: PrefixStore = field(default_factory=lambda: PrefixStore(default_bytes()))
     compute_lock: ComputeLock = field(default_factory=ComputeLock)
+    room: RoomQueue = field(default_factory=RoomQueue)
     created: int = field(default_factory=lambda: int(time.time()))
 
     def __post_init__(self) -> None:

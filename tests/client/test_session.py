@@ -27,7 +27,7 @@ class Chain:
     def __init__(self, outcomes: list[object]) -> None:
         self._outcomes = outcomes
 
-    async def open(self, prefix: object = None) -> int:
+    async def open(self, prefix: object = None, room_timeout: float | None = None) -> int:
         outcome = self._outcomes.pop(0)
         self.is_open = isinstance(outcome, str)
         if outcome == "too late":

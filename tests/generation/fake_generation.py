@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from swarm.generation.sequence_generation import ExitCounts, SequenceEvent
+from swarm.generation.early_exits import ExitCounts
+from swarm.generation.sequence_generation import SequenceEvent
 from swarm.generation.sequence_group import SequenceGroup
 from swarm.generation.sequence_request import SequenceRequest
 from swarm.metrics.gateway import GatewayMetrics

@@ -15,10 +15,9 @@ from swarm.client.early_exit.token_output import ProvisionalStreamer
 from swarm.client.routes.events import ExitTaken, ExitVerified, PromptComputed
 from swarm.client.threads.compute_lock import ComputeLock
 from swarm.generation import sequence_generation
+from swarm.generation.early_exits import ExitCounts, ProvisionalText
 from swarm.generation.sequence_generation import (
-    ExitCounts,
     PromptProgress,
-    ProvisionalText,
     SequenceEnd,
     SequenceEvent,
     SequenceGeneration,

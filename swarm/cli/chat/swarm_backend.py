@@ -25,7 +25,7 @@ from swarm.client.routes.events import BlocksMissing, HopLost, Recovered, RouteT
 from swarm.data_structures import Hop
 from swarm.errors import format_blocks
 from swarm.generation.prompts import chat_sequences
-from swarm.generation.sequence_generation import PromptProgress, SequenceEvent
+from swarm.generation.sequence_generation import PromptProgress, RoomAwaited, SequenceEvent
 from swarm.generation.sequence_group import SequenceGroup
 from swarm.generation.sequence_output import SequenceDelta
 from swarm.generation.sequence_request import SequenceRequest
@@ -103,6 +103,8 @@ def piece_of(event: SequenceEvent) -> ReplyPiece | None:
             return NoticePiece(f"no server holds blocks {format_blocks(blocks)}; waiting for one")
         case Recovered(seconds):
             return NoticePiece(f"continuing after {seconds:.1f} s")
+        case RoomAwaited():
+            return NoticePiece("the servers are full; waiting for room")
         case PromptProgress(computed, tokens):
             return ProgressPiece(f"reading the conversation: {computed:,} of {tokens:,} tokens")
     return None

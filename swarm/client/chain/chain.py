@@ -91,12 +91,15 @@ class Chain:
         """
         return self._hops.timings
 
-    async def open(self, prefix: Prefix | None = None) -> int:
+    async def open(self, prefix: Prefix | None = None, room_timeout: float | None = None) -> int:
         """Reserve cache space on the servers of a route; with how many tokens of a prefix of one sequence it begins.
 
         Raises `MissingBlocks` or a `RemoteError`.
+
+        Args:
+            room_timeout: see `HopOpener`.
         """
-        return await self._hops.open(prefix)
+        return await self._hops.open(prefix, room_timeout)
 
     def appends(self, layout: StepLayout) -> bool:
         """Whether a step does nothing but continue what all sequences have."""

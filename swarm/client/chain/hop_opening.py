@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from swarm.client.chain.prefix import PrefixHop, histories
 from swarm.client.hops.hop_progress import NO_STEP
-from swarm.client.hops.hop_session import HopSession, SessionContext
+from swarm.client.hops.hop_session import CACHE_WAIT_S, HopSession, SessionContext
 from swarm.client.hops.input_history import InputHistory
 from swarm.client.routes.events import Replayed
 from swarm.client.routes.route_source import MIN_ROUTES_TRIED, MissingBlocksWait, is_worth_another_server, not_finite
@@ -44,6 +44,10 @@ class HopOpener:
     Args:
         context: the constants of the session.
         on_reply, on_change: see `HopSession`.
+
+    Attributes:
+        room_timeout: seconds for which full servers may let hops wait before `CacheFull` is raised. The caller tries
+            again then, so full servers are not reported. None to wait as for lost servers.
     """
 
     def __init__(
@@ -56,6 +60,8 @@ class HopOpener:
         self._routes = context.routes
         self._on_reply = on_reply
         self._on_change = on_change
+        self.room_timeout: float | None = None
+        self._full: dict[str, CacheFull] = {}
         self._refusers: dict[str, RemoteError] = {}
         """Servers that refuse the session's adapter, and why. If others take it, they alone think so."""
 
@@ -73,7 +79,7 @@ class HopOpener:
         wait = MissingBlocksWait(self._routes, self._context.emit)
         while True:
             try:
-                avoided = avoid | self._refusers.keys()
+                avoided = avoid | self._refusers.keys() | self._full.keys()
                 route = await self._routes.route(span, before, after, self._context.max_length, avoided)
                 hops, last_error = await self.prepare(route, contents)
                 if last_error is None:
@@ -83,6 +89,8 @@ class HopOpener:
                 if tries >= MIN_ROUTES_TRIED and wait.is_over(last_error):
                     raise last_error
             except MissingBlocks as missing:
+                if self._full:
+                    raise self._full.popitem()[1] from None
                 is_over = missing.all_wrong and isinstance(last_error, NotFiniteOutputs)
                 if last_error is not None and (is_over or not is_worth_another_server(last_error)):
                     self._refusers.clear()
@@ -118,7 +126,7 @@ class HopOpener:
 
         They begin with as much as all servers have, except servers that have less than half of the longest. A hop whose
         server has too little is stale, and one whose server is gone has an error: the caller repairs both. If the
-        servers that are left have nothing, the list of hops is empty.
+        servers that are left have nothing, or one has no room, the list of hops is empty.
         """
         hops = [HopSession(self._context, part.hop, self._on_reply, self._on_change) for part in parts]
         try:
@@ -140,10 +148,12 @@ class HopOpener:
                     hop.progress.on_failed(result)
                 elif isinstance(result, BaseException):
                     raise result
+            for hop, result in zip(hops, results, strict=True):
+                self._note_full(hop, result)
         except BaseException:
             await close_all(hops)
             raise
-        if not length and any(hop.progress.error is not None for hop in hops):
+        if self._full or (not length and any(hop.progress.error is not None for hop in hops)):
             await close_all(hops)
             return [], 0
         return hops, length
@@ -151,12 +161,13 @@ class HopOpener:
     async def _open_with(self, hop: HopSession, prefix: messages.PrefixOf) -> None:
         if not self._routes.offers(hop.hop):
             raise PeerLost(f"{describe_hop(hop.hop)} is not there any more")
-        await hop.open(1, prefix)
+        await hop.open(1, prefix, self._wait_s)
 
     async def _open_all(self, hops: Sequence[HopSession], rows: int) -> RemoteError | None:
         """Open all hops at once; why one of them could not be opened, or None."""
         error: RemoteError | None = None
-        results = await asyncio.gather(*(hop.open(rows) for hop in hops), return_exceptions=True)
+        opening = (hop.open(rows, wait_s=self._wait_s) for hop in hops)
+        results = await asyncio.gather(*opening, return_exceptions=True)
         for hop, result in zip(hops, results, strict=True):
             if isinstance(result, RemoteError):
                 error = self.report_failure(hop, result)
@@ -189,9 +200,25 @@ class HopOpener:
         """Report the server; but if it refuses the adapter, only when another one has taken that."""
         if isinstance(error, AdapterRefused):
             self._refusers[hop.peer_id] = error
-        else:
+        elif not self._note_full(hop, error):
             self._routes.report_failure(hop.peer_id, error)
         return not_finite(hop.hop) if isinstance(error, NotFiniteOutputs) else error
+
+    @property
+    def _wait_s(self) -> float:
+        return CACHE_WAIT_S if self.room_timeout is None else self.room_timeout
+
+    def _note_full(self, hop: HopSession, error: object) -> bool:
+        """Whether the server had no room, and the caller waits for that; then it is avoided until the next attempt."""
+        if self.room_timeout is None or not isinstance(error, CacheFull):
+            return False
+        self._full[hop.peer_id] = error
+        return True
+
+    def begin_attempt(self, room_timeout: float | None) -> None:
+        """Forget which servers had no room."""
+        self.room_timeout = room_timeout
+        self._full.clear()
 
     def _blame_refusers(self) -> None:
         for peer_id, error in self._refusers.items():

@@ -133,11 +133,15 @@ class LinkedHops:
 
     # Opening and linking
 
-    async def open(self, prefix: Prefix | None = None) -> int:
+    async def open(self, prefix: Prefix | None = None, room_timeout: float | None = None) -> int:
         """Reserve cache space on servers: those that computed the prefix if they still have it, else of a new route.
 
         Returns with how many tokens of the prefix it begins. Raises `MissingBlocks` or a `RemoteError`.
+
+        Args:
+            room_timeout: see `HopOpener`.
         """
+        self._opener.begin_attempt(room_timeout)
         hops, begun = await self._opener.resume(prefix.source.hops, len(prefix)) if prefix is not None else ([], 0)
         if not hops:
             hops = await self._opener.find(self._context.span, None, None, CacheContents())
@@ -156,6 +160,8 @@ class LinkedHops:
             self._use([])
             await close_all(hops)
             raise
+        finally:
+            self._opener.begin_attempt(None)
         self._report_route()
         return begun
 

@@ -156,8 +156,10 @@ class HopSession:
         """Whether it has neither failed nor been misled."""
         return not self.misled and self.progress.error is None
 
-    async def open(self, rows: int = 1, prefix: messages.PrefixOf | None = None) -> int:
+    async def open(self, rows: int = 1, prefix: messages.PrefixOf | None = None, wait_s: float = CACHE_WAIT_S) -> int:
         """Connect and reserve cache space for some rows; the number that the server expects of the next step.
+
+        The server waits up to `wait_s` seconds for space.
 
         With `prefix`, a new session begins with that, as far as the server has it; `begun` says how far.
 
@@ -172,7 +174,7 @@ class HopSession:
             end=self.hop.span.end,
             max_length=self._context.max_length,
             reply_format=options.wire,
-            wait_timeout_s=CACHE_WAIT_S,
+            wait_timeout_s=wait_s,
             adapters=adapter.adapter.digests(self.hop.span),
             early_exits=self._context.early_exits,
             sequences=rows,

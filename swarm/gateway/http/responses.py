@@ -140,8 +140,8 @@ class EventStreamResponse(Response):
 
     async def _send_all(self, send: Send) -> None:
         start = {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
-        await self._send(send, start)
         async with aclosing(self._events) as events:
+            await self._send(send, start)
             try:
                 async for body in events:
                     await self._send(send, {"type": "http.response.body", "body": body, "more_body": True})
@@ -155,38 +155,38 @@ class EventStreamResponse(Response):
             await send(message)
 
 
-async def await_first_event(events: AsyncGenerator[bytes]) -> AsyncGenerator[bytes]:
-    """The same events, once the first one is there. An error before it is raised here."""
-    first = await anext(events)
+async def kept_alive(events: AsyncGenerator[bytes], wait_s: float) -> AsyncGenerator[bytes]:
+    """The same events, and comments while none comes.
 
-    async def all_events() -> AsyncGenerator[bytes]:
-        async with aclosing(events):
-            yield first
-            async for event in events:
-                yield event
-
-    return all_events()
-
-
-async def kept_alive(events: AsyncGenerator[bytes]) -> AsyncGenerator[bytes]:
-    """The same events, and comments while none comes."""
-    following: asyncio.Future[bytes] | None = None
+    An empty one comes first (see `begun`): once the first event is there, or after `wait_s` seconds. An error until
+    then is raised instead.
+    """
+    following = asyncio.ensure_future(anext(events, b""))
     try:
+        await asyncio.wait({following}, timeout=wait_s)
+        if following.done():
+            following.result()
+        yield b""
+        if not following.done():
+            yield KEEP_ALIVE_COMMENT  # so that proxies pass the head of the response on
         while True:
-            following = following or asyncio.ensure_future(anext(events, b""))
             await asyncio.wait({following}, timeout=KEEP_ALIVE_S)
             if not following.done():
                 yield KEEP_ALIVE_COMMENT
                 continue
-            event, following = following.result(), None
-            if not event:
+            if not (event := following.result()):
                 return
             yield event
+            following = asyncio.ensure_future(anext(events, b""))
     finally:
-        if following is not None:
-            following.cancel()
-            await asyncio.gather(following, return_exceptions=True)
+        following.cancel()
+        await asyncio.gather(following, return_exceptions=True)
         await events.aclose()
+
+
+async def begun(events: AsyncGenerator[bytes]) -> None:
+    """Returns when the events of `kept_alive` can be sent."""
+    await anext(events)
 
 
 def encode_event(body: Mapping[str, Any], name: str | None = None) -> bytes:

@@ -14,7 +14,6 @@ from swarm.errors import (
     ChatTemplateError,
     ImageRefused,
     MissingBlocks,
-    NotEnoughMemory,
     RemoteError,
     SwarmError,
     TooLong,
@@ -143,8 +142,9 @@ def _unavailable(code: str | None, message: Callable[[BaseException], str] = str
     return lambda error: ServiceUnavailable(message(error), code=code or error.code, retry_after_s=SWARM_RETRY_AFTER_S)
 
 
-def _swarm_full(error: BaseException) -> str:
-    return f"{error}; try again, or ask for fewer tokens"
+SWARM_FULL = "the swarm's servers had no room for this text within a minute; try again later, or send a shorter prompt"
+TOO_LONG = "the text is longer than the servers of this swarm take; send a shorter prompt, or ask for fewer tokens"
+"""For clients, who do not know of caches and sessions. The log has what servers said."""
 
 
 _API_ERRORS: Mapping[type[SwarmError], Callable[[Any], ApiError]] = {
@@ -153,10 +153,9 @@ _API_ERRORS: Mapping[type[SwarmError], Callable[[Any], ApiError]] = {
     InvalidGenerationRequest: lambda error: BadRequest(str(error), param=error.parameter, code=error.code),
     ImageRefused: lambda error: BadRequest(str(error), param="messages", code="invalid_image"),
     ChatTemplateError: lambda error: BadRequest(str(error), param="messages", code="template_refused"),
-    TooLong: lambda error: BadRequest(str(error), param="max_tokens", code="context_length_exceeded"),
+    TooLong: lambda error: BadRequest(TOO_LONG, param="max_tokens", code="context_length_exceeded"),
     MissingBlocks: _unavailable("blocks_missing"),
-    CacheFull: _unavailable("swarm_full", _swarm_full),
-    NotEnoughMemory: _unavailable("swarm_full", _swarm_full),
+    CacheFull: _unavailable("swarm_full", lambda error: SWARM_FULL),
     RemoteError: _unavailable(None, lambda error: f"the swarm failed: {error}"),
 }
 """How the gateway reports each kind of error. Anything else is a bug of the gateway."""

@@ -323,10 +323,11 @@ class MessageHandler:
             spender=spender,
             weight=weight,
         )
-        if self._sessions.tokens_reserved(terms) > self._sessions.capacity:
+        if self._sessions.tokens_reserved(terms) > self._sessions.quota:
             raise TooLong(
-                f"a session of {message.max_length} tokens in blocks {span} is longer than this server's whole cache, "
-                f"which holds {self._sessions.capacity} tokens in all blocks; ask for a smaller max_length"
+                f"a session of {message.max_length} tokens in blocks {span} is longer than what one peer may "
+                f"have of this server's cache, {self._sessions.quota} tokens in all blocks; ask for a smaller "
+                "max_length"
             )
         session = Session(terms, SessionCache(self._model.narrowed(span), adapter, message.max_length))
         await self._validator.load_formats(message.reply_format)

@@ -107,6 +107,11 @@ class SessionTable:
         return len(self._sessions)
 
     @property
+    def quota(self) -> int:
+        """Tokens of cache that the sessions of one peer may reserve."""
+        return self._pool.quota
+
+    @property
     def free(self) -> int:
         """Tokens of cache that are not reserved."""
         return self._pool.free

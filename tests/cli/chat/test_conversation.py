@@ -24,7 +24,7 @@ from swarm.cli.chat.conversation import (
 from swarm.cli.chat.swarm_backend import piece_of
 from swarm.client.routes.events import BlocksMissing, HopLost, Recovered, Replayed, RouteTaken
 from swarm.data_structures import Hop, Route, Span
-from swarm.generation.sequence_generation import PromptProgress
+from swarm.generation.sequence_generation import PromptProgress, RoomAwaited
 from swarm.generation.sequence_output import SequenceDelta
 from tests.infos import server_info
 
@@ -60,6 +60,7 @@ def test_what_is_shown_of_events():
     )
     assert piece_of(BlocksMissing((4, 5, 6, 7))) == NoticePiece("no server holds blocks 4:8; waiting for one")
     assert piece_of(Recovered(0.07)) == NoticePiece("continuing after 0.1 s")
+    assert piece_of(RoomAwaited()) == NoticePiece("the servers are full; waiting for room")
     assert piece_of(PromptProgress(2048, 8000)) == ProgressPiece("reading the conversation: 2,048 of 8,000 tokens")
     assert piece_of(SequenceDelta("\x1b]0;title\x07hi")) == TextPiece("]0;titlehi")
     assert piece_of(SequenceDelta("")) is None

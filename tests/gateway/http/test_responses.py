@@ -11,7 +11,7 @@ from swarm.gateway.http.responses import (
     KEEP_ALIVE_COMMENT,
     ClientDisconnected,
     EventStreamResponse,
-    await_first_event,
+    begun,
     cancel_on_disconnect,
     encode_event,
     kept_alive,
@@ -128,31 +128,44 @@ def test_a_client_that_reads_nothing_ends_the_stream():
     run(work)
 
 
-def test_waiting_for_the_first_event_keeps_the_stream():
-    async def work() -> None:
-        stream = Stream([b"a", b"b"])
-        assert [one async for one in await await_first_event(stream.events())] == [b"a", b"b"]
-        with pytest.raises(BadRequest):
-            await await_first_event(Stream([BadRequest("no")]).events())
-
-    run(work)
-
-
 def test_a_silent_stream_is_kept_alive():
     async def work() -> None:
         async def silent() -> AsyncGenerator[bytes]:
-            for seconds in (1, 40, 1):
+            for seconds in (0.05, 40, 1):
                 await asyncio.sleep(seconds)
                 yield b"a"
 
-        assert [one async for one in kept_alive(silent())] == [b"a", KEEP_ALIVE_COMMENT, KEEP_ALIVE_COMMENT, b"a", b"a"]
+        wait = KEEP_ALIVE_COMMENT
+        assert [one async for one in kept_alive(silent(), 0.1)] == [b"", b"a", wait, wait, b"a", b"a"]
         stream = Stream([b"a"], waits=True)
-        kept = kept_alive(stream.events())
-        assert [await anext(kept), await anext(kept)] == [b"a", KEEP_ALIVE_COMMENT]
+        kept = kept_alive(stream.events(), 0.1)
+        await begun(kept)
+        assert [await anext(kept), await anext(kept)] == [b"a", wait]
         await kept.aclose()
         assert stream.closed
+
+    virtual_time.run(work)
+
+
+def test_a_stream_begins_before_its_first_event():
+    """But not before an error that can still set its status."""
+
+    async def work() -> None:
+        async def slow() -> AsyncGenerator[bytes]:
+            await asyncio.sleep(5)
+            yield b"a"
+
+        kept = kept_alive(slow(), 0.1)
+        await begun(kept)
+        assert asyncio.get_running_loop().time() == pytest.approx(0.1)
+        assert [one async for one in kept] == [KEEP_ALIVE_COMMENT, b"a"]
         with pytest.raises(BadRequest):
-            await anext(kept_alive(Stream([BadRequest("no")]).events()))
+            await begun(kept_alive(Stream([BadRequest("no")]).events(), 0.1))
+        stream = Stream([b"a"], waits=True)
+        kept = kept_alive(stream.events(), 0.1)
+        await begun(kept)
+        await kept.aclose()  # the client has gone before anything was sent
+        assert stream.closed
 
     virtual_time.run(work)
 

@@ -147,6 +147,9 @@ def test_progress_of_a_long_prompt_is_shown_until_the_answer_begins(page):
         window.fetch = async () => new Response(body.readable, { headers: { "Content-Type": "text/event-stream" } });
     }""")
     send(page, "hello")
+    waiting = 'event: swarm\ndata: {"kind": "waiting"}\n\n'
+    page.evaluate("(text) => { window.sendEvent(text); }", waiting)
+    expect(page.locator(".notice.waiting")).to_have_text(re.compile("servers are full"))
     detail = json.dumps({"kind": "prompt", "computed": 2048, "tokens": 8000})
     page.evaluate("(text) => { window.sendEvent(text); }", f": waiting\n\nevent: swarm\ndata: {detail}\n\n")
     expect(page.locator(".notice.waiting")).to_have_text("Reading the conversation: 2,048 of 8,000 tokens")

@@ -77,6 +77,8 @@ export class AnswerRequest {
     } else if (event.kind === "missing") {
       const blocks = String(event.blocks).slice(0, 80);
       this.#setNotice("warning", `No server holds blocks ${blocks} at present. Waiting for one.`);
+    } else if (event.kind === "waiting") {
+      this.#setNotice("waiting", "The servers are full. The answer goes on when they have room.");
     } else if (event.kind === "prompt" && Number.isFinite(event.computed) && Number.isFinite(event.tokens)) {
       const [computed, tokens] = [event.computed, event.tokens].map((count) => count.toLocaleString("en"));
       this.#setNotice("waiting", `Reading the conversation: ${computed} of ${tokens} tokens`);
