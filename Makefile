@@ -1,4 +1,4 @@
-# Everything starts here: `make demo` and `make test` each do what they need, from an empty folder.
+# Everything starts here: `make demo`, `make serve` and `make test` each do what they need, from an empty folder.
 #
 #   PYTHON=python3.12      the interpreter to build the environment with, if not the newest of those below
 #   PIP_ARGS=...           passed to pip, such as another package index
@@ -15,10 +15,13 @@ WORKERS ?= 2
 # What fails is tried once more at the end, alone.
 PYTEST := $(BIN)/python -m scripts.run_tests -n $(WORKERS) --dist worksteal
 
-.PHONY: demo test test-slow test-all check lint types imports unit programs soak fuzz bench gpu models format clean
+.PHONY: demo serve test test-slow test-all check lint types imports unit programs soak fuzz bench gpu models format clean
 
 demo: $(VENV)/runtime
 	$(BIN)/swarm demo
+
+serve: $(VENV)/runtime
+	$(BIN)/swarm demo --serve
 
 # What CI runs first: a quarter of an hour on two cores. CONTRIBUTING.md says what to run before a commit.
 test: check unit

@@ -1,4 +1,7 @@
-"""`swarm demo`: three server processes generate a text together, and a local copy of the model checks every token."""
+"""`swarm demo`: three server processes generate a text together, and a local copy of the model checks every token.
+
+With `--serve` they go on, for people to try: with a chat page and OpenAI's interface.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +22,13 @@ TOKENS = 120
 SEED = 11
 
 
-@click.command(name="demo")
+@click.command(name="demo", context_settings={"show_default": True})
+@click.option(
+    "--serve", is_flag=True, help="Serve a chat page and OpenAI's interface until Ctrl-C, and compare nothing."
+)
+@click.option("--port", type=click.IntRange(0, 65535), default=8000, help="With --serve: 0 takes any free port.")
 @console.errors_to_exit_codes
-def main() -> None:
+def main(serve: bool, port: int) -> None:
     """Start a swarm on this machine, generate a text, compare it with the local model's, and clean up."""
     for number in (signal.SIGINT, signal.SIGTERM):  # SIGINT too: a shell's background jobs start with it ignored
         signal.signal(number, _interrupt)
@@ -35,7 +42,10 @@ def main() -> None:
                 peer = server.wait_for(r"^Peer: (\S+),")[1]
                 span = server.wait_for(r"^Blocks: (\S+),")[1]
                 click.echo(f"  server …{peer[-6:]} holds blocks {span} (process {server.pid})")
-            _generate_and_compare(swarm.address)
+            if serve:
+                _serve(swarm.address, port)
+            else:
+                _generate_and_compare(swarm.address)
     except KeyboardInterrupt:
         click.echo("\nInterrupted; all processes of the demo have ended.", err=True)
         raise
@@ -43,6 +53,33 @@ def main() -> None:
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
     raise KeyboardInterrupt
+
+
+def _serve(address: str, port: int) -> None:
+    import torch
+
+    from swarm.gateway.lifecycle import ListenAddress, serve_gateway
+    from swarm.gateway.settings import GatewaySettings
+    from swarm.transport.p2p import quiet_hivemind
+
+    quiet_hivemind()
+    torch.set_num_threads(1)
+    serve_gateway(
+        [None],
+        {"initial_peers": [address]},
+        GatewaySettings(),
+        None,
+        ListenAddress("127.0.0.1", port),
+        with_monitor=True,
+        on_ready=_say_where,
+    )
+
+
+def _say_where(url: str) -> None:
+    click.echo(
+        f"\nChat in your browser:  {url}\nOpenAI's interface:    {url}v1\nThe swarm:             {url}monitor/\n"
+        "The model is tiny: it writes English in the manner of old books, and knows nothing. Ctrl-C ends the demo."
+    )
 
 
 def _generate_and_compare(address: str) -> None:

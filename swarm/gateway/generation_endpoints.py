@@ -97,13 +97,17 @@ class GenerationEndpoints:
 
     def _prepare_chat(self, parsed: ChatRequest, served: ServedModel) -> PreparedRequest:
         sequences = chat_request_sequences(parsed, served, self._gateway.settings)
-        writer = ChatResponseWriter(served.name, served.tokenizer, include_usage=parsed.include_usage)
+        writer = ChatResponseWriter(
+            served.name, served.tokenizer, include_usage=parsed.include_usage, fingerprint=served.fingerprint
+        )
         return PreparedRequest(sequences, writer)
 
     def _prepare_completion(self, parsed: CompletionRequest, served: ServedModel) -> PreparedRequest:
         sequences = completion_request_sequences(parsed, served, self._gateway.settings)
         echo = prompt_texts(sequences, served) if parsed.echo else []
-        writer = CompletionResponseWriter(served.name, served.tokenizer, echo, include_usage=parsed.include_usage)
+        writer = CompletionResponseWriter(
+            served.name, served.tokenizer, echo, include_usage=parsed.include_usage, fingerprint=served.fingerprint
+        )
         return PreparedRequest(sequences, writer)
 
     async def _generate(

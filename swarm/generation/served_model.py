@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import time
 from collections.abc import Sequence
@@ -104,6 +105,13 @@ class ServedModel:
     def context_length(self) -> int:
         """Tokens that prompt and answer may have together."""
         return int(getattr(self.model.config, "max_position_embeddings", None) or DEFAULT_CONTEXT_TOKENS)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Changes with what answers depend on besides requests: the weights, and how hidden states travel."""
+        swarm = self.model.swarm
+        seen = f"{self.name} {swarm.identity.revision} {swarm.config.wire}"
+        return "fp_" + hashlib.blake2b(seen.encode(), digest_size=5).hexdigest()
 
     @property
     def vocabulary_size(self) -> int:

@@ -51,7 +51,7 @@ OPTIONS = {
         "--revision", "--dtype", "--quant", "--cache-tokens", "--threads", "--folder", "--host-maddrs",
         "--announce-maddrs", "--membership", "--help",
     },
-    "demo": {"--help"},
+    "demo": {"--help", "--serve", "--port"},
     "status": {"models", "--initial-peers", "--membership", "--opinions", "--json", "--watch", "--help"},
     "monitor": {
         "models", "--initial-peers", "--membership", "--opinions", "--host", "--port", "--log-format",

@@ -7,7 +7,10 @@ import re
 import signal
 import subprocess
 import sys
+from typing import Any
 
+import httpx
+import openai
 import psutil
 import pytest
 
@@ -57,5 +60,27 @@ def test_an_ended_demo_leaves_nothing_running(number: signal.Signals) -> None:
         os.kill(process.pid, number)
         process.communicate(timeout=60)
         assert process.returncode == (-number if number == signal.SIGKILL else 130)
+        _, alive = psutil.wait_procs(children, timeout=60)
+        assert not alive
+
+
+def test_the_demo_can_be_tried_until_it_is_interrupted() -> None:
+    """A chat page, the monitor, and answers with and without a tool."""
+    with subprocess.Popen([*DEMO, "--serve", "--port", "0"], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        line = next(line for line in process.stdout if line.startswith("Chat in your browser"))
+        children = descendants(process.pid)
+        url = line.split()[-1].rstrip("/")
+        assert "<title>" in httpx.get(url).text
+        assert httpx.get(f"{url}/monitor/").status_code == 200
+        with openai.OpenAI(base_url=f"{url}/v1", api_key="none", timeout=300) as client:
+            asked: Any = {"model": "swarm-demo", "messages": [{"role": "user", "content": "Who are you?"}]}
+            assert client.chat.completions.create(max_tokens=8, **asked).choices[0].message.content
+            tool = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
+            reply = client.chat.completions.create(tools=[tool], tool_choice="required", max_tokens=60, **asked)
+            assert [call.function.name for call in reply.choices[0].message.tool_calls or ()] == ["look"]
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=60)
+        assert process.returncode == 0
         _, alive = psutil.wait_procs(children, timeout=60)
         assert not alive

@@ -36,7 +36,7 @@ def secrets(tmp_path_factory):
         "free": KeyLimits(),
         "other": KeyLimits(),
         "requests": KeyLimits(requests_per_minute=2),
-        "tokens": KeyLimits(tokens_per_minute=30),
+        "tokens": KeyLimits(tokens_per_minute=60),
         "concurrent": KeyLimits(concurrent=1),
     }
     return path, {name: api_keys.add_key(path, name, limit) for name, limit in limits.items()}
@@ -228,19 +228,19 @@ def test_requests_of_a_key(guarded, secrets):
 
 def test_tokens_of_a_key(guarded, secrets):
     secret = secrets[1]["tokens"]
-    prompt = len(load_tokenizer(DEMO_FOLDER)(MESSAGES[0]["content"])["input_ids"])
+    prompt = len(load_tokenizer(DEMO_FOLDER).apply_chat_template(MESSAGES, add_generation_prompt=True)["input_ids"])
     reply = post(guarded, chat(max_tokens=100), secret=secret)
-    message = f"prompt and max_tokens are {prompt + 100} tokens, and this key may use 30 a minute: ask for fewer"
+    message = f"prompt and max_tokens are {prompt + 100} tokens, and this key may use 60 a minute: ask for fewer"
     assert refusal(reply) == (429, message, None, "rate_limit_exceeded")
     used = post(guarded, chat(max_tokens=10, logit_bias={"0": -100}), secret=secret).json()["usage"]["total_tokens"]
     assert used == prompt + 10
     reply = post(guarded, chat(max_tokens=20), secret=secret)
     message = (
-        f"this key may use 30 tokens a minute and has {30 - used} left; this request reserves {prompt + 20} "
+        f"this key may use 60 tokens a minute and has {60 - used} left; this request reserves {prompt + 20} "
         f"(prompt and max_tokens): try again in {reply.headers['retry-after']} s, or ask for fewer"
     )
     assert refusal(reply) == (429, message, None, "rate_limit_exceeded")
-    assert post(guarded, chat(max_tokens=30 - used - prompt), secret=secret).status_code == 200
+    assert post(guarded, chat(max_tokens=60 - used - prompt), secret=secret).status_code == 200
 
 
 def test_requests_of_a_key_at_once(guarded, secrets):

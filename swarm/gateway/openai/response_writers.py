@@ -61,12 +61,14 @@ def usage_object(prompt_tokens: int, completion_tokens: int, cached_tokens: int 
 
 
 def model_object(served: ServedModel) -> dict[str, Any]:
-    """OpenAI's model object, with this project's fields under `swarm`."""
+    """OpenAI's model object, with the fields that vLLM and OpenRouter add, and this project's under `swarm`."""
     return {
         "id": served.name,
         "object": "model",
         "created": served.created,
         "owned_by": "swarm",
+        "context_length": served.context_length,
+        "max_model_len": served.context_length,
         "architecture": {"input_modalities": ["text"] if served.no_images else ["text", "image"]},
         "swarm": {
             "chat_template": served.chat_template is not None,
@@ -84,6 +86,7 @@ class ResponseWriter:
         model: its name.
         tokenizer: the model's, for log probabilities.
         prompts: texts to repeat in front of the answers (`echo`).
+        fingerprint: OpenAI's `system_fingerprint`.
         include_usage: whether a stream ends with the usage; then `usage` is null in the chunks before.
     """
 
@@ -91,12 +94,21 @@ class ResponseWriter:
     object_type: str
     chunk_object_type: str
 
-    def __init__(self, model: str, tokenizer: Any, prompts: Sequence[str] = (), *, include_usage: bool = False) -> None:
+    def __init__(
+        self,
+        model: str,
+        tokenizer: Any,
+        prompts: Sequence[str] = (),
+        *,
+        include_usage: bool = False,
+        fingerprint: str | None = None,
+    ) -> None:
         self.id = f"{self.id_prefix}-{secrets.token_hex(ID_BYTES)}"
         self._model = model
         self._tokenizer = tokenizer
         self._prompts = prompts
         self._created = int(time.time())
+        self._fingerprint = fingerprint
         self._unknown_usage: dict[str, None] = {"usage": None} if include_usage else {}
 
     def body(self, answers: Sequence[AccumulatedAnswer], usage: dict[str, Any]) -> dict[str, Any]:
@@ -127,7 +139,13 @@ class ResponseWriter:
         return {**self._envelope(self.chunk_object_type), "choices": [], "usage": usage}
 
     def _envelope(self, object_type: str) -> dict[str, Any]:
-        return {"id": self.id, "object": object_type, "created": self._created, "model": self._model}
+        return {
+            "id": self.id,
+            "object": object_type,
+            "created": self._created,
+            "model": self._model,
+            "system_fingerprint": self._fingerprint,
+        }
 
     def _chunk(self, index: int, content: dict[str, Any], reason: str | None = None) -> dict[str, Any]:
         choice = {"index": index, **content, "finish_reason": reason}
