@@ -36,6 +36,7 @@ def said(tokenizer, messages, tools=None, options=None) -> str:
 
 
 def test_a_model_without_a_template_continues_the_texts(tokenizer):
+    tokenizer.chat_template = None
     assert template_text(tokenizer) is None
     messages = [
         {"role": "system", "content": ""},
@@ -43,6 +44,20 @@ def test_a_model_without_a_template_continues_the_texts(tokenizer):
         {"role": "user", "content": "upon"},
     ]
     assert said(tokenizer, messages) == "Once\n\nupon"
+
+
+def test_the_demo_model_has_plays(tokenizer):
+    function = {"name": "f", "parameters": {"type": "object"}}
+    call = {"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
+    messages = [
+        {"role": "system", "content": "Be kind."},
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "3"},
+    ]
+    prompt = said(tokenizer, messages, [{"type": "function", "function": function}])
+    assert '{"name": "f", "parameters": {"type": "object"}}\n\nBe kind.\n\nUSER:\nHi\n\nASSISTANT:\n' in prompt
+    assert prompt.endswith('{"name": "f", "arguments": {"a": 1}}\n</tool_call>\n\nTOOL:\n3\n\nASSISTANT:\n')
 
 
 def test_the_template_writes_the_conversation(tokenizer):
