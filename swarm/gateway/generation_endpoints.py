@@ -228,5 +228,5 @@ async def encoded_events(
             elif with_details:
                 yield encode_event(part.body, "swarm")
             elif part.body["kind"] == "prompt":
-                yield KEEP_ALIVE_COMMENT  # a long prompt is on its way, so the stream begins
+                yield KEEP_ALIVE_COMMENT  # a long prompt is on its way
     yield DONE_EVENT

@@ -1,11 +1,11 @@
 """Whose turn it is to ask the servers for room, among the texts of one model.
 
 A server gives each peer a part of its cache, and all texts of a gateway are one peer's. A text asks for room for its
-next portion only. While nobody waits, it asks at once; where there is no room, it holds none and waits for its turn:
+next portion only. If the queue is empty, it asks at once. If the servers are full, it holds no room while it queues:
 
-- Owners take turns: whoever has many texts waiting does not delay those of others.
-- The texts of an owner come in the order in which they began, so one that gave its room up goes on before later ones.
-- Only the text whose turn it is asks, so no two of them hold a part of what both need.
+- Owners take turns: an owner with many waiting texts does not delay those of others.
+- Each owner's texts are served in the order in which they began, so a text between two portions precedes newer ones.
+- Only the text whose turn it is asks, so two texts never hold a part of what both need.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class RoomQueue:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nobody waits or asks, so that a text may ask at once."""
+        """Whether no text waits or asks, so that another may ask at once."""
         return self._asking is None
 
     @property
@@ -75,7 +75,7 @@ class RoomQueue:
             self._advance(place)
 
     def _advance(self, leaving: RoomPlace | None) -> None:
-        """Give the turn to the next text if nobody has it any more."""
+        """Pass the turn on to the next text, if it is free or `leaving` had it."""
         with self._lock:
             if leaving in self._waiting:
                 self._waiting.remove(leaving)

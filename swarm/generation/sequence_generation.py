@@ -3,8 +3,8 @@
 Laws:
 - The sequences of a model share its compute lock: one computes its head and samples while the others wait for the
   swarm. So many requests are lanes of one pipeline, and servers batch their steps.
-- Each sequence has its own inference session. `cancel` ends its wait for the swarm at any point, and the session is
-  then freed on all servers.
+- Each sequence has inference sessions of its own, one at a time. `cancel` ends its wait for the swarm at any point, and
+  its session is then freed on all servers.
 - The thread never waits for the reader: its output is bounded by its limit and is kept until it is read.
 - Room at the servers is reserved for a portion of the text at a time. Between two portions the text holds none, and its
   cache is parked, so no two texts wait for what the other one holds. The next portion goes on with what servers still
@@ -312,7 +312,7 @@ class SequenceGeneration:
         )
 
     def _take_room(self, session: InferenceSession) -> None:
-        """Open the session: at once if nobody waits for room, else when its turn has come.
+        """Open the session: at once if the queue for room is empty, else when the text's turn has come.
 
         Raises:
             CacheFull: no server has room, and no text of this process is going to give some back.
@@ -347,7 +347,8 @@ class SequenceGeneration:
         try:
             if self._kept is not None:
                 begun = session.begin_with(self._kept)
-                self.cached_tokens = self.cached_tokens if self.tokens or self.prompt is not None else begun
+                if not self.tokens and self.prompt is None:
+                    self.cached_tokens = begun
             session.open()
         except CacheFull as error:
             return error
@@ -465,7 +466,7 @@ class SequenceGeneration:
                 self._hops = hops
                 self._emit(event)
         elif isinstance(event, PromptComputed):
-            # Later, a text whose rotary frequencies change is computed anew: that is no part of the prompt.
+            # Later chunks are not the prompt's: a text whose rotary frequencies change is computed again.
             if not self.tokens and (now := time.monotonic()) - self._reported_at >= PROGRESS_PERIOD_S:
                 self._reported_at = now
                 self._emit(PromptProgress(event.tokens, len(self.request.prompt)))

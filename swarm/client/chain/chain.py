@@ -97,7 +97,7 @@ class Chain:
         Raises `MissingBlocks` or a `RemoteError`.
 
         Args:
-            room_timeout: see `HopOpener`.
+            room_timeout: see `HopOpener.waiting_for_room`.
         """
         return await self._hops.open(prefix, room_timeout)
 

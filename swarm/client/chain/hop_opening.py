@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from swarm.client.chain.prefix import PrefixHop, histories
@@ -44,10 +45,6 @@ class HopOpener:
     Args:
         context: the constants of the session.
         on_reply, on_change: see `HopSession`.
-
-    Attributes:
-        room_timeout: seconds for which full servers may let hops wait before `CacheFull` is raised. The caller tries
-            again then, so full servers are not reported. None to wait as for lost servers.
     """
 
     def __init__(
@@ -60,8 +57,9 @@ class HopOpener:
         self._routes = context.routes
         self._on_reply = on_reply
         self._on_change = on_change
-        self.room_timeout: float | None = None
+        self._room_timeout: float | None = None
         self._full: dict[str, CacheFull] = {}
+        """Servers without room, while the caller waits for that itself."""
         self._refusers: dict[str, RemoteError] = {}
         """Servers that refuse the session's adapter, and why. If others take it, they alone think so."""
 
@@ -146,10 +144,9 @@ class HopOpener:
                     hop.progress.on_forgotten()
                 if isinstance(result, RemoteError):
                     hop.progress.on_failed(result)
+                    self._note_full(hop, result)
                 elif isinstance(result, BaseException):
                     raise result
-            for hop, result in zip(hops, results, strict=True):
-                self._note_full(hop, result)
         except BaseException:
             await close_all(hops)
             raise
@@ -206,19 +203,26 @@ class HopOpener:
 
     @property
     def _wait_s(self) -> float:
-        return CACHE_WAIT_S if self.room_timeout is None else self.room_timeout
+        return CACHE_WAIT_S if self._room_timeout is None else self._room_timeout
 
-    def _note_full(self, hop: HopSession, error: object) -> bool:
+    def _note_full(self, hop: HopSession, error: RemoteError) -> bool:
         """Whether the server had no room, and the caller waits for that; then it is avoided until the next attempt."""
-        if self.room_timeout is None or not isinstance(error, CacheFull):
+        if self._room_timeout is None or not isinstance(error, CacheFull):
             return False
         self._full[hop.peer_id] = error
         return True
 
-    def begin_attempt(self, room_timeout: float | None) -> None:
-        """Forget which servers had no room."""
-        self.room_timeout = room_timeout
-        self._full.clear()
+    @contextmanager
+    def waiting_for_room(self, room_timeout: float | None) -> Iterator[None]:
+        """Inside, full servers let hops wait for so many seconds. Then `CacheFull` is raised, and the caller tries
+        again, so they are not reported. None to wait as for lost servers.
+        """
+        self._room_timeout = room_timeout
+        try:
+            yield
+        finally:
+            self._room_timeout = None
+            self._full.clear()
 
     def _blame_refusers(self) -> None:
         for peer_id, error in self._refusers.items():

@@ -139,9 +139,14 @@ class LinkedHops:
         Returns with how many tokens of the prefix it begins. Raises `MissingBlocks` or a `RemoteError`.
 
         Args:
-            room_timeout: see `HopOpener`.
+            room_timeout: see `HopOpener.waiting_for_room`.
         """
-        self._opener.begin_attempt(room_timeout)
+        with self._opener.waiting_for_room(room_timeout):
+            begun = await self._open(prefix)
+        self._report_route()
+        return begun
+
+    async def _open(self, prefix: Prefix | None) -> int:
         hops, begun = await self._opener.resume(prefix.source.hops, len(prefix)) if prefix is not None else ([], 0)
         if not hops:
             hops = await self._opener.find(self._context.span, None, None, CacheContents())
@@ -160,9 +165,6 @@ class LinkedHops:
             self._use([])
             await close_all(hops)
             raise
-        finally:
-            self._opener.begin_attempt(None)
-        self._report_route()
         return begun
 
     async def close(self, keep: int = 0) -> None:

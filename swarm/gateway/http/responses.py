@@ -142,17 +142,27 @@ class EventStreamResponse(Response):
         start = {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
         async with aclosing(self._events) as events:
             await self._send(send, start)
-            try:
-                async for body in events:
-                    await self._send(send, {"type": "http.response.body", "body": body, "more_body": True})
-            except SwarmError as error:
-                body = encode_event(api_error(error).body())
+            async for body in _with_error_event(events):
                 await self._send(send, {"type": "http.response.body", "body": body, "more_body": True})
         await self._send(send, {"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _send(self, send: Send, message: Message) -> None:
         async with asyncio.timeout(self._send_timeout_s):
             await send(message)
+
+
+async def _with_error_event(events: AsyncGenerator[bytes]) -> AsyncGenerator[bytes]:
+    """The same events. An error, too, becomes one, the last."""
+    try:
+        async for event in events:
+            yield event
+    except SwarmError as error:
+        yield encode_event(api_error(error).body())
+    except ClientDisconnected:
+        raise
+    except Exception as error:  # a bug, too, has to be told in OpenAI's form
+        logger.exception("A stream failed")
+        yield encode_event(api_error(error).body())
 
 
 async def kept_alive(events: AsyncGenerator[bytes], wait_s: float) -> AsyncGenerator[bytes]:

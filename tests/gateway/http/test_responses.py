@@ -104,6 +104,17 @@ def test_an_error_in_the_middle_is_an_event():
     run(work)
 
 
+def test_a_bug_in_the_middle_is_an_event_without_its_details():
+    async def work() -> None:
+        client, stream = Client(), Stream([b"a", KeyError("secret")])
+        await stream.send_to(client)
+        assert client.body.startswith(b'adata: {"error":{"message":"the gateway failed')
+        assert b"secret" not in client.body
+        assert (stream.closed, stream.over) == (True, [True])
+
+    run(work)
+
+
 def test_a_client_that_disconnects_ends_the_stream():
     async def work() -> None:
         client, stream = Client(), Stream([b"a"], waits=True)
