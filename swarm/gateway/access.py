@@ -107,7 +107,7 @@ def cors_middleware(origins: Sequence[str]) -> Middleware:
     return Middleware(
         CORSMiddleware,
         allow_origins=list(origins),
-        allow_methods=["GET", "POST"],
+        allow_methods=["GET", "POST", "DELETE"],
         allow_headers=["*"],  # Starlette then allows those that the preflight request names
         expose_headers=["Retry-After", REQUEST_ID_HEADER],
     )
@@ -159,6 +159,10 @@ def _with_port(origin: str) -> tuple[str, str]:
     return name, port or {"http": "80", "https": "443"}.get(scheme, "")
 
 
+ANTHROPIC_KEY_HEADER = "x-api-key"
+"""Where Anthropic's clients have their key."""
+
+
 async def authenticate(gateway: GatewayState, headers: Headers) -> ApiKey | None:
     """The key of a request; None if the gateway has no keys.
 
@@ -169,6 +173,8 @@ async def authenticate(gateway: GatewayState, headers: Headers) -> ApiKey | None
     if keys is None:
         return None
     scheme, _, secret = headers.get("authorization", "").partition(" ")
+    if not scheme:
+        scheme, secret = "bearer", headers.get(ANTHROPIC_KEY_HEADER, "")
     key = keys.find(secret.strip()) if scheme.lower() == "bearer" else None
     if key is None:
         gateway.metrics.request_refused("unauthorized")

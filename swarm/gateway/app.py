@@ -13,17 +13,33 @@ from starlette.responses import FileResponse, Response
 from starlette.routing import BaseRoute, Mount, Route
 
 from swarm.gateway.access import HostCheck, authenticate, cors_middleware
+from swarm.gateway.dialects.anthropic_messages import AnthropicDialect
+from swarm.gateway.dialects.ollama import (
+    INTERFACE_VERSION,
+    OllamaDialect,
+    ShowRequest,
+    listed_model,
+    running_model,
+    shown_model,
+)
+from swarm.gateway.dialects.openai_responses import ResponsesDialect
 from swarm.gateway.gateway_state import GatewayState
 from swarm.gateway.generation_endpoints import GenerationEndpoints
 from swarm.gateway.http.middleware import AccessLog, RequestDraining
+from swarm.gateway.http.request_body import read_body
 from swarm.gateway.http.responses import JsonResponse, error_response, with_error_responses
 from swarm.gateway.openai.api_errors import ApiError, MethodNotAllowed, NotFound
+from swarm.gateway.openai.request_schema import decode_request
 from swarm.gateway.openai.response_writers import model_object
+from swarm.gateway.request_readers import RequestReaders
 from swarm.gateway.tokenizer_endpoints import TokenizerEndpoints
 from swarm.metrics.registry import encode_metrics
 from swarm.web.http_server import PageFiles
 
-ADDRESSES = ("models", "chat/completions", "completions", "tokenize", "detokenize", "tokenizer_info")
+ADDRESSES = (
+    *("models", "chat/completions", "completions", "embeddings", "responses", "messages", "messages/count_tokens"),
+    *("tokenize", "detokenize", "tokenizer_info"),
+)
 """Below `/v1/`."""
 
 
@@ -45,12 +61,36 @@ class InfoEndpoints:
         """`GET /v1/models`."""
         await authenticate(self._gateway, request.headers)
         models = [model_object(model) for model in self._gateway.models.values()]
-        return JsonResponse({"object": "list", "data": models})
+        ends = {"first_id": models[0]["id"], "last_id": models[-1]["id"], "has_more": False}  # as Anthropic has them
+        return JsonResponse({"object": "list", "data": models, **ends})
 
     async def model(self, request: Request) -> Response:
         """`GET /v1/models/NAME`."""
         await authenticate(self._gateway, request.headers)
         return JsonResponse(model_object(self._gateway.model(request.path_params["name"])))
+
+    async def ollama_models(self, request: Request) -> Response:
+        """`GET /api/tags`, which is Ollama's, as are those that follow."""
+        await authenticate(self._gateway, request.headers)
+        return JsonResponse({"models": [listed_model(model) for model in self._gateway.models.values()]})
+
+    async def ollama_running(self, request: Request) -> Response:
+        """`GET /api/ps`: all models are loaded."""
+        await authenticate(self._gateway, request.headers)
+        return JsonResponse({"models": [running_model(model) for model in self._gateway.models.values()]})
+
+    async def ollama_model(self, request: Request) -> Response:
+        """`POST /api/show`."""
+        key = await authenticate(self._gateway, request.headers)
+        settings = self._gateway.settings
+        with self._gateway.request_room(key) as room:
+            body = await read_body(request, settings.max_request_bytes, settings.read_timeout_s, room)
+            asked: ShowRequest = decode_request(ShowRequest, body)
+            return JsonResponse(shown_model(self._gateway.model(asked.served_name)))
+
+    async def ollama_version(self, request: Request) -> Response:
+        """`GET /api/version`."""
+        return JsonResponse({"version": INTERFACE_VERSION})
 
     async def health(self, request: Request) -> Response:
         """`GET /healthz`: the process works."""
@@ -81,13 +121,16 @@ def make_app(gateway: GatewayState, more_routes: Sequence[BaseRoute] = (), check
         check_host: whether to accept only this machine's own names, and `GatewaySettings.host_names`.
     """
     info, generation, tokenizers = InfoEndpoints(gateway), GenerationEndpoints(gateway), TokenizerEndpoints(gateway)
+    count_tokens = with_error_responses(tokenizers.count_tokens, AnthropicDialect)
     routes: list[BaseRoute] = [
         *(Route(path, with_error_responses(info.addresses)) for path in ("/v1", "/v1/")),
         *(Route(path, with_error_responses(info.models)) for path in ("/v1/models", "/v1/models/")),
         Route("/v1/models/{name:path}", with_error_responses(info.model)),
-        Route("/v1/chat/completions", with_error_responses(generation.chat), methods=["POST"]),
-        Route("/v1/completions", with_error_responses(generation.completion), methods=["POST"]),
+        *_generation_routes(generation, RequestReaders(gateway)),
+        Route("/v1/responses/{id}", with_error_responses(generation.response), methods=["GET", "DELETE"]),
+        Route("/v1/messages/count_tokens", count_tokens, methods=["POST"]),
         *_tokenizer_routes(tokenizers),
+        *_ollama_routes(info),
         Route("/healthz", with_error_responses(info.health)),
         Route("/readyz", with_error_responses(info.readiness)),
         Route("/metrics", with_error_responses(info.metrics)),
@@ -121,6 +164,27 @@ def _tokenizer_routes(endpoints: TokenizerEndpoints) -> list[BaseRoute]:
             *(Route(f"{prefix}/{name}", with_error_responses(call), methods=["POST"]) for name, call in posted.items()),
             Route(f"{prefix}/tokenizer_info", with_error_responses(endpoints.info)),
         )
+    ]
+
+
+def _generation_routes(generation: GenerationEndpoints, readers: RequestReaders) -> list[BaseRoute]:
+    answered = {
+        "/v1/chat/completions": generation.answering(readers.chat),
+        "/v1/completions": generation.answering(readers.completion),
+        "/v1/embeddings": generation.answering(readers.embeddings),
+        "/v1/responses": generation.answering(readers.responses, ResponsesDialect),
+        "/v1/messages": generation.answering(readers.messages, AnthropicDialect),
+        "/api/chat": generation.answering(readers.ollama_chat, OllamaDialect),
+        "/api/generate": generation.answering(readers.ollama_generate, OllamaDialect),
+    }
+    return [Route(path, endpoint, methods=["POST"]) for path, endpoint in answered.items()]
+
+
+def _ollama_routes(info: InfoEndpoints) -> list[BaseRoute]:
+    told = {"tags": info.ollama_models, "ps": info.ollama_running, "version": info.ollama_version}
+    return [
+        *(Route(f"/api/{name}", with_error_responses(call, OllamaDialect)) for name, call in told.items()),
+        Route("/api/show", with_error_responses(info.ollama_model, OllamaDialect), methods=["POST"]),
     ]
 
 

@@ -18,6 +18,7 @@ from swarm.gateway.api_keys import ApiKey, KeyFile
 from swarm.gateway.http.request_body import RequestMemory, RequestRoom
 from swarm.gateway.http.responses import cancel_on_disconnect
 from swarm.gateway.openai.api_errors import NotFound, ServiceUnavailable
+from swarm.gateway.response_store import ResponseStore
 from swarm.gateway.settings import GatewaySettings
 from swarm.generation.served_model import ServedModel
 from swarm.metrics.client import ClientMetrics
@@ -74,6 +75,7 @@ class GatewayState:
         # For what blocks or computes for long before a generation: not in the event loop.
         self._threads = ThreadPoolExecutor(PREPARATION_THREADS, thread_name_prefix="swarm-gateway")
         self._thread_limits: dict[str, asyncio.Semaphore] = {}
+        self.responses = ResponseStore()
         self._requests: set[AbortableRequest] = set()
         self._shutting_down = False
         self._keys = keys

@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack, aclosing, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -16,65 +16,27 @@ from swarm.gateway.access import authenticate, check_origin
 from swarm.gateway.admission import NotAdmitted
 from swarm.gateway.api_keys import ApiKey
 from swarm.gateway.gateway_state import GatewayState
-from swarm.gateway.http.request_body import TOKEN_BYTES, RequestRoom, read_body
+from swarm.gateway.http.request_body import RequestRoom, read_body
 from swarm.gateway.http.responses import (
-    DONE_EVENT,
-    KEEP_ALIVE_COMMENT,
-    EventStreamResponse,
+    Endpoint,
     JsonResponse,
+    StreamResponse,
     begun,
     cancel_on_disconnect,
-    encode_event,
     kept_alive,
+    with_error_responses,
 )
 from swarm.gateway.openai.api_errors import BadRequest
-from swarm.gateway.openai.request_conversion import chat_request_sequences, completion_request_sequences
-from swarm.gateway.openai.request_schema import (
-    ChatRequest,
-    CompletionRequest,
-    parse_chat_request,
-    parse_completion_request,
-)
-from swarm.gateway.openai.response_writers import (
-    ChatResponseWriter,
-    CompletionResponseWriter,
-    ResponseChunk,
-    ResponseWriter,
-    complete_response,
-    stream_response,
-)
-from swarm.generation.prompts import prompt_texts
+from swarm.gateway.openai.dialect import Dialect, StreamEvent
+from swarm.gateway.openai.response_writers import ResponseWriter, complete_response, stream_response
+from swarm.gateway.request_readers import Reader
 from swarm.generation.sequence_group import SequenceGroup
-from swarm.generation.sequence_request import SequenceRequest
-from swarm.generation.served_model import ServedModel
 
 STATUS_WAIT_S = 0.05
 """Seconds within which an error sets the status of a stream. Then it begins, and a later error is its last event."""
 
 DETAILS_HEADER = "x-swarm-details"
 """Header of requests whose response also reports routes and recoveries."""
-
-
-@dataclass(frozen=True)
-class PreparedRequest:
-    """A request that is ready to be generated: its sequences, and the writer of its response."""
-
-    sequences: list[SequenceRequest]
-    writer: ResponseWriter
-
-    @property
-    def prompt_bytes(self) -> int:
-        """What all different prompts and their images take in memory; the answers to one share it."""
-        different = {id(sequence.prompt): sequence for sequence in self.sequences}.values()
-        return sum(len(one.prompt) * TOKEN_BYTES + (one.images.bytes if one.images else 0) for one in different)
-
-    @property
-    def reserved_tokens(self) -> int:
-        """The most tokens that prompts and answers may have together."""
-        return sum(len(sequence.prompt) + sequence.limit for sequence in self.sequences)
-
-
-ParsedRequest = TypeVar("ParsedRequest", ChatRequest, CompletionRequest)
 
 
 class GenerationEndpoints:
@@ -87,68 +49,57 @@ class GenerationEndpoints:
     def __init__(self, gateway: GatewayState) -> None:
         self._gateway = gateway
 
-    async def chat(self, request: Request) -> Response:
-        """`POST /v1/chat/completions`."""
-        return await self._generate(request, parse_chat_request, self._prepare_chat)
+    async def response(self, request: Request) -> Response:
+        """`GET /v1/responses/ID` and `DELETE /v1/responses/ID`."""
+        owner = _owner(await authenticate(self._gateway, request.headers), request)
+        store, name = self._gateway.responses, request.path_params["id"]
+        if request.method == "DELETE":
+            check_origin(request.headers, self._gateway.settings.cors_origins, self._gateway.settings.host_names)
+            store.delete(owner, name)
+            return JsonResponse({"id": name, "object": "response", "deleted": True})
+        return Response(store.get(owner, name).body, media_type=JsonResponse.media_type)
 
-    async def completion(self, request: Request) -> Response:
-        """`POST /v1/completions`."""
-        return await self._generate(request, parse_completion_request, self._prepare_completion)
+    def answering(self, read: Reader, dialect: type[Dialect] = Dialect) -> Endpoint:
+        """The endpoint that answers one kind of request."""
+        return with_error_responses(partial(self._generate, read=read, dialect=dialect), dialect)
 
-    def _prepare_chat(self, parsed: ChatRequest, served: ServedModel) -> PreparedRequest:
-        sequences = chat_request_sequences(parsed, served, self._gateway.settings)
-        writer = ChatResponseWriter(
-            served.name, served.tokenizer, include_usage=parsed.include_usage, fingerprint=served.fingerprint
-        )
-        return PreparedRequest(sequences, writer)
-
-    def _prepare_completion(self, parsed: CompletionRequest, served: ServedModel) -> PreparedRequest:
-        sequences = completion_request_sequences(parsed, served, self._gateway.settings)
-        echo = prompt_texts(sequences, served) if parsed.echo else []
-        writer = CompletionResponseWriter(
-            served.name, served.tokenizer, echo, include_usage=parsed.include_usage, fingerprint=served.fingerprint
-        )
-        return PreparedRequest(sequences, writer)
-
-    async def _generate(
-        self,
-        request: Request,
-        parse: Callable[[bytes], ParsedRequest],
-        prepare: Callable[[ParsedRequest, ServedModel], PreparedRequest],
-    ) -> Response:
+    async def _generate(self, request: Request, read: Reader, dialect: type[Dialect]) -> Response:
         started_at = time.perf_counter()
         key = await authenticate(self._gateway, request.headers)
+        owner = _owner(key, request)
         with self._count_rejections():
             self._gateway.admission.check_limits(key, 0)  # before anything is read or computed for the key
         async with AsyncExitStack() as until_response:
             held = AsyncExitStack()  # what the request holds until its response is complete
             until_response.push_async_callback(held.aclose)
             room = held.enter_context(self._gateway.request_room(key))
-            parsed = parse(await self._read_body(request, room))
-            if parsed.provisional and DETAILS_HEADER not in request.headers:
+            asked = read(await self._read_body(request, room), owner)
+            if (prepare := asked.prepare) is None:
+                return JsonResponse(asked.known)
+            if asked.provisional and DETAILS_HEADER not in request.headers:
                 raise BadRequest(
                     f"early_exit.provisional needs the header {DETAILS_HEADER}, with which its events are sent",
                     param="early_exit.provisional",
                 )
-            served = self._gateway.model(parsed.model)
+            served = self._gateway.model(asked.model)
             request.state.model = served.name
 
             async def start() -> RunningRequest:
-                work = partial(prepare, parsed, served)
-                prepared = await self._gateway.run_in_thread(request.receive, key, work)
+                prepared = await self._gateway.run_in_thread(request.receive, key, partial(prepare, served))
                 room.hold(prepared.prompt_bytes)
-                choices, metrics = parsed.n or 1, self._gateway.metrics
-                group = SequenceGroup(served, prepared.sequences, choices, started_at, metrics, _owner(key, request))
+                metrics = self._gateway.metrics
+                group = SequenceGroup(served, prepared.sequences, asked.choices, started_at, metrics, owner)
                 await self._start(held, key, prepared.reserved_tokens, group, room)
-                return RunningRequest(group, prepared.writer, parsed.include_usage, DETAILS_HEADER in request.headers)
+                return RunningRequest(group, prepared.writer, DETAILS_HEADER in request.headers)
 
-            if not parsed.stream:
+            if not asked.stream:
                 return JsonResponse(await cancel_on_disconnect(request.receive, _whole(start)))
             events = kept_alive(_streamed(start), STATUS_WAIT_S)
             await cancel_on_disconnect(request.receive, begun(events))
             held.enter_context(self._gateway.metrics.track_stream())
             until_response.pop_all()
-            return EventStreamResponse(events, self._gateway.settings.send_timeout_s, partial(self._end_stream, held))
+            end = partial(self._end_stream, held)
+            return StreamResponse(events, dialect(), self._gateway.settings.send_timeout_s, end)
 
     async def _start(
         self, held: AsyncExitStack, key: ApiKey | None, tokens: int, group: SequenceGroup, room: RequestRoom
@@ -200,7 +151,6 @@ class RunningRequest:
 
     group: SequenceGroup
     writer: ResponseWriter
-    include_usage: bool
     with_details: bool
 
 
@@ -209,24 +159,8 @@ async def _whole(start: Callable[[], Awaitable[RunningRequest]]) -> dict[str, An
     return await complete_response(running.group, running.writer, with_details=running.with_details)
 
 
-async def _streamed(start: Callable[[], Awaitable[RunningRequest]]) -> AsyncGenerator[bytes]:
+async def _streamed(start: Callable[[], Awaitable[RunningRequest]]) -> AsyncGenerator[StreamEvent]:
     running = await start()
-    events = encoded_events(running.group, running.writer, running.include_usage, running.with_details)
-    async with aclosing(events):
+    async with aclosing(stream_response(running.group, running.writer, running.with_details)) as events:
         async for event in events:
             yield event
-
-
-async def encoded_events(
-    group: SequenceGroup, writer: ResponseWriter, include_usage: bool, with_details: bool
-) -> AsyncGenerator[bytes]:
-    """The events of a streamed response."""
-    async with aclosing(stream_response(group, writer, include_usage)) as parts:
-        async for part in parts:
-            if isinstance(part, ResponseChunk):
-                yield encode_event(part.body)
-            elif with_details:
-                yield encode_event(part.body, "swarm")
-            elif part.body["kind"] == "prompt":
-                yield KEEP_ALIVE_COMMENT  # a long prompt is on its way
-    yield DONE_EVENT

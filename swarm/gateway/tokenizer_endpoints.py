@@ -11,12 +11,19 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from swarm.gateway.access import authenticate, check_origin
+from swarm.gateway.dialects.anthropic_messages import CountRequest, read_messages_request
 from swarm.gateway.gateway_state import GatewayState
 from swarm.gateway.http.request_body import TOKEN_BYTES, read_body
 from swarm.gateway.http.responses import JsonResponse
 from swarm.gateway.openai.api_errors import BadRequest
 from swarm.gateway.openai.request_conversion import template_message, template_options, tool_options
-from swarm.gateway.openai.request_schema import PromptRequest, TokenId, decode_request, parse_prompt_request
+from swarm.gateway.openai.request_schema import (
+    ChatRequest,
+    PromptRequest,
+    TokenId,
+    decode_request,
+    parse_prompt_request,
+)
 from swarm.generation.prompts import conversation_prompt
 from swarm.generation.served_model import ServedModel
 
@@ -71,10 +78,15 @@ def tokenize_reply(request: TokenizeRequest | PromptRequest, served: ServedModel
     if isinstance(request, TokenizeRequest):
         tokens = served.prompts.text(request.prompt, request.add_special_tokens)
     else:
-        messages = [template_message(message) for message in request.messages]
-        tokens, _ = conversation_prompt(served, messages, tool_options(request), template_options(request, served))
+        tokens = chat_prompt(request, served)
     texts = served.tokenizer.convert_ids_to_tokens(tokens) if request.return_token_strs else None
     return {"count": len(tokens), "max_model_len": served.context_length, "tokens": tokens, "token_strs": texts}
+
+
+def chat_prompt(request: ChatRequest, served: ServedModel) -> list[int]:
+    """The tokens of a conversation. Raises the same as `tokenize_reply`."""
+    messages = [template_message(message) for message in request.messages]
+    return conversation_prompt(served, messages, tool_options(request), template_options(request, served))[0]
 
 
 def detokenize_reply(request: DetokenizeRequest, served: ServedModel) -> dict[str, Any]:
@@ -119,6 +131,10 @@ class TokenizerEndpoints:
         """`POST /detokenize`."""
         return await self._answer(request, self._detokenize)
 
+    async def count_tokens(self, request: Request) -> Response:
+        """`POST /v1/messages/count_tokens`, which is Anthropic's."""
+        return await self._answer(request, self._count_tokens)
+
     async def info(self, request: Request) -> Response:
         """`GET /tokenizer_info`, with the model's name as `?model=` if there are several."""
         await authenticate(self._gateway, request.headers)
@@ -141,6 +157,10 @@ class TokenizerEndpoints:
     def _detokenize(self, body: bytes) -> dict[str, Any]:
         asked = parse_detokenize_request(body)
         return detokenize_reply(asked, self._model(asked.model))
+
+    def _count_tokens(self, body: bytes) -> dict[str, Any]:
+        asked = read_messages_request(body, CountRequest)
+        return {"input_tokens": len(chat_prompt(asked, self._model(asked.model)))}
 
     def _model(self, name: str) -> ServedModel:
         return self._gateway.model(name) if name else next(iter(self._gateway.models.values()))

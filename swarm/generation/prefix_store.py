@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Sequence
+from typing import Protocol, TypeVar
 
 import torch
 
@@ -73,16 +74,35 @@ class PrefixStore:
                 if its != owner or _common(other.tokens, tokens) < len(other)
             ]
             self._prefixes.append((owner, prefix))
-            self._make_room()
+            make_room(self._prefixes, self.capacity, MAX_PREFIXES)
 
-    def _make_room(self) -> None:
-        held = Counter[str]()
-        for owner, prefix in self._prefixes:
-            held[owner] += prefix.bytes
-        while held.total() > self.capacity or len(self._prefixes) > MAX_PREFIXES:
-            most = max(held, key=held.__getitem__)
-            first = next(place for place, (owner, _) in enumerate(self._prefixes) if owner == most)
-            held[most] -= self._prefixes.pop(first)[1].bytes
+
+class HasBytes(Protocol):
+    """Something that takes memory."""
+
+    @property
+    def bytes(self) -> int:
+        """How much."""
+
+
+T = TypeVar("T", bound=HasBytes)
+
+
+def make_room(kept: list[tuple[str, T]], capacity: int, count: int) -> None:
+    """Give up what is first in the list, of the owner with the most bytes, until the rest is within the limits.
+
+    Args:
+        kept: by owner, the least recently used first.
+        capacity: bytes that all may take.
+        count: how many there may be.
+    """
+    held = Counter[str]()
+    for owner, one in kept:
+        held[owner] += one.bytes
+    while held.total() > capacity or len(kept) > count:
+        most = max(held, key=held.__getitem__)
+        first = next(place for place, (owner, _) in enumerate(kept) if owner == most)
+        held[most] -= kept.pop(first)[1].bytes
 
 
 def _common(first: torch.Tensor, second: torch.Tensor) -> int:

@@ -108,6 +108,16 @@ def completion_sequences(
     return requests
 
 
+def embedding_sequences(served: ServedModel, prompts: Sequence[Prompt]) -> list[SequenceRequest]:
+    """A sequence for the embedding of each prompt.
+
+    Raises:
+        InvalidGenerationRequest: one is too long, or empty.
+    """
+    asked = SequenceRequest(max_tokens=0, pooling=served.pooling)
+    return [_for_prompt(asked, served, _prompt_tokens(prompt, served), 0, "input") for prompt in prompts]
+
+
 def prompt_texts(requests: Sequence[SequenceRequest], served: ServedModel) -> list[str]:
     """The text of each sequence's prompt. A prompt that several sequences share is decoded once."""
     texts: dict[int, str] = {}
@@ -196,7 +206,7 @@ def _for_prompt(
         for name in ("temperature", "top_p", "top_k", "min_p")
         if getattr(asked, name) is None
     }
-    limit = _limit(prompt, asked.max_tokens, served, default_max_tokens, parameter)
+    limit = _limit(prompt, asked, served, default_max_tokens, parameter)
     return replace(asked, prompt=prompt, limit=limit, **unset)
 
 
@@ -235,13 +245,13 @@ def _prompt_tokens(prompt: Prompt, served: ServedModel) -> list[int]:
     return prompt
 
 
-def _limit(prompt: Sequence[int], limit: int | None, served: ServedModel, default: int, parameter: str) -> int:
+def _limit(prompt: Sequence[int], asked: SequenceRequest, served: ServedModel, default: int, parameter: str) -> int:
     """How many tokens may be generated.
 
     Raises:
         InvalidGenerationRequest: prompt and answer would be longer than the model's context.
     """
-    left = served.context_length - len(prompt)
+    left, limit = served.context_length - len(prompt), asked.max_tokens
     if not prompt:
         raise InvalidGenerationRequest("there is nothing to answer: the conversation is empty", parameter=parameter)
     if left < (0 if limit == 0 else 1):
@@ -250,7 +260,7 @@ def _limit(prompt: Sequence[int], limit: int | None, served: ServedModel, defaul
             parameter=parameter,
             code="context_length_exceeded",
         )
-    if limit is not None and limit > left:
+    if limit is not None and limit > left and not asked.max_tokens_fit:
         raise InvalidGenerationRequest(
             f"{_context(served)}. The prompt has {len(prompt)} tokens, which leaves room for {left} more; {limit} were "
             "requested; ask for fewer, or send a shorter prompt",
@@ -259,7 +269,7 @@ def _limit(prompt: Sequence[int], limit: int | None, served: ServedModel, defaul
         )
     if limit == ROOM_LEFT:
         return left
-    return limit if limit is not None else min(default, left)
+    return min(limit if limit is not None else default, left)
 
 
 def _context(served: ServedModel) -> str:

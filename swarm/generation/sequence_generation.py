@@ -20,7 +20,7 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -41,6 +41,7 @@ from swarm.generation.sampling import SampledToken, Sampler, top_tokens
 from swarm.generation.sequence_output import IncrementalDetokenizer, SequenceDelta, SequenceOutput
 from swarm.generation.sequence_request import SequenceRequest
 from swarm.generation.served_model import ServedModel
+from swarm.models.checkpoints.checkpoint import Pooling
 from swarm.models.rope_lengths import rope_limit
 
 PORTION_TOKENS = 128
@@ -60,22 +61,41 @@ def prompt_scores(
         before_portion: called before each portion, and may raise.
     """
     scored = [SampledToken(prompt[0])]
+    for logits_TV in _portions(model, session, prompt, before_portion, "logits"):
+        following = prompt[len(scored) :]  # the token behind each position; the prompt's last has none
+        for token, scores_V in zip(following, logits_TV, strict=False):
+            logprobs_V = torch.log_softmax(scores_V.float(), dim=-1)
+            scored.append(SampledToken(token, float(logprobs_V[token]), top_tokens(logprobs_V, count)))
+    return tuple(scored)
+
+
+@torch.no_grad()
+def prompt_embedding(
+    model: Any, session: InferenceSession, prompt: Sequence[int], pooling: Pooling, before_portion: Callable[[], None]
+) -> tuple[float, ...]:
+    """The mean or the last of a prompt's final hidden states, behind the last norm, with length 1. Args as above."""
+    total_H = torch.zeros(())
+    for states_TH in _portions(model.base_model, session, prompt, before_portion, "last_hidden_state"):
+        total_H = states_TH[-1].float() if pooling == "last" else total_H + states_TH.float().sum(0)
+    return tuple(torch.nn.functional.normalize(total_H, dim=0).tolist())
+
+
+def _portions(
+    model: Any, session: InferenceSession, prompt: Sequence[int], before_portion: Callable[[], None], output: str
+) -> Iterator[torch.Tensor]:
+    """What a model computes of a prompt, `[T, …]` for each portion of its tokens."""
     session.text_length = len(prompt)
     for start in range(0, len(prompt), PORTION_TOKENS):
         before_portion()
         end = min(start + PORTION_TOKENS, len(prompt))
-        logits_TV = model(
+        outputs = model(
             torch.tensor([list(prompt[start:end])]),
             attention_mask=torch.ones(1, end, dtype=torch.long),
             past_key_values=session.cache,
             use_cache=True,
-        ).logits[0]
-        following = prompt[start + 1 : end + 1]  # the token behind each position; the prompt's last has none
-        for token, scores_V in zip(following, logits_TV, strict=False):
-            logprobs_V = torch.log_softmax(scores_V.float(), dim=-1)
-            scored.append(SampledToken(token, float(logprobs_V[token]), top_tokens(logprobs_V, count)))
+        )
+        yield outputs[output][0]
     session.text_length = 0
-    return tuple(scored)
 
 
 logger = logging.getLogger(__name__)
@@ -124,16 +144,25 @@ class RoomAwaited:
 
 
 @dataclass(frozen=True)
+class SequenceEmbedding:
+    """The prompt's embedding."""
+
+    vector: tuple[float, ...]
+
+
+@dataclass(frozen=True)
 class SequenceEnd:
     """The sequence is complete.
 
     Attributes:
         reason: "stop", "length" or "tool_calls".
         tokens: how many were generated.
+        stop: the stop sequence that ended it; None if none did.
     """
 
     reason: str
     tokens: int
+    stop: str | None = None
 
 
 @dataclass(frozen=True)
@@ -144,7 +173,14 @@ class SequenceFailed:
 
 
 SequenceEvent = (
-    SequenceDelta | SequenceProvisional | PromptProgress | RoomAwaited | SequenceEnd | SequenceFailed | SessionEvent
+    SequenceDelta
+    | SequenceProvisional
+    | SequenceEmbedding
+    | PromptProgress
+    | RoomAwaited
+    | SequenceEnd
+    | SequenceFailed
+    | SessionEvent
 )
 
 
@@ -164,6 +200,7 @@ class SequenceGeneration:
         prompt: what another sequence with the same prompt has computed of it.
         cached_tokens: of the prompt that were computed for an earlier text.
         tokens: number of tokens generated so far.
+        thought_tokens: those of them that belong to thoughts.
         exits: those that left early.
         guesses: how many were verified, by draft and whether they stood.
     """
@@ -186,6 +223,7 @@ class SequenceGeneration:
         self._hops: list[tuple[str, Span]] = []
         self._text = list(request.prompt)
         self.tokens = 0
+        self.thought_tokens = 0
         self.exits = ExitCounts()
         self.guesses: Counter[tuple[str, bool]] = Counter()
         self._on_event = on_event
@@ -220,7 +258,7 @@ class SequenceGeneration:
     def _run(self) -> None:
         outcome: SequenceEvent
         try:
-            outcome = SequenceEnd(self._generate(), self.tokens)
+            outcome = SequenceEnd(self._generate(), self.tokens, self._output.stop)
         except CancelledError:
             outcome = SequenceFailed(GenerationCancelled("the generation was cancelled"))
         except EXPECTED_ERRORS as error:
@@ -272,6 +310,11 @@ class SequenceGeneration:
             self._take_room(session)
             if self.request.scores_prompt and not before:
                 self._score_prompt(session)
+            if self.request.pooling is not None:
+                vector = prompt_embedding(
+                    self._served.model, session, self.request.prompt, self.request.pooling, self._require_running
+                )
+                self._emit(SequenceEmbedding(vector))
             if portion:
                 self._generate_in(session, images, portion)
         except TooLong as error:
@@ -364,7 +407,7 @@ class SequenceGeneration:
             self._holds_room = False
 
     def _stored_prefix(self) -> Prefix | None:
-        if self.request.images is not None or self.request.scores_prompt:
+        if self.request.images is not None or self.request.scores_prompt or self.request.pooling is not None:
             return None
         return self._served.prefixes.find(self._owner, self.request.prompt)
 
@@ -449,6 +492,7 @@ class SequenceGeneration:
         sampled = self._sampler.sampled(token, self.tokens)
         self.tokens += 1
         delta = self._output.add_token(sampled, is_end=token in self._end_tokens)
+        self.thought_tokens += self._output.is_thinking
         if delta is not None:
             self._emit(delta)
 

@@ -73,6 +73,26 @@ class GenerationTiming:
         }
 
 
+@dataclass(frozen=True)
+class Usage:
+    """What a request has taken so far.
+
+    Attributes:
+        new_tokens: those that were generated.
+        cached_tokens: of the prompts, computed for earlier requests.
+        thought_tokens: those of the new ones that belong to thoughts.
+        seconds: since the request came.
+        first_token_seconds: of these, until its first token; None before that.
+    """
+
+    prompt_tokens: int
+    new_tokens: int
+    cached_tokens: int
+    thought_tokens: int
+    seconds: float
+    first_token_seconds: float | None
+
+
 class SequenceGroup:
     """All sequences of one request while they are generated.
 
@@ -147,6 +167,19 @@ class SequenceGroup:
     def total_tokens(self) -> int:
         """Tokens of the prompts, and generated so far."""
         return self.prompt_tokens + self.completion_tokens
+
+    @property
+    def usage(self) -> Usage:
+        thought_tokens = sum(generation.thought_tokens for generation in self._generations)
+        started, first = self.timing.started_at, self.timing.first_token_at
+        return Usage(
+            self.prompt_tokens,
+            self.completion_tokens,
+            self.cached_tokens,
+            thought_tokens,
+            time.perf_counter() - started,
+            first - started if first is not None else None,
+        )
 
     def summary(self) -> dict[str, Any]:
         """The detail of kind `done`, which clients show below an answer; see `docs/gateway.md`."""

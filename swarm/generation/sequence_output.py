@@ -126,24 +126,25 @@ class StopSequenceFilter:
         stops: texts that are not empty.
 
     Attributes:
-        hit: a stop sequence has occurred.
+        hit: the stop sequence that has occurred; None if none has.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = tuple(stops)
         self._held = ""
-        self.hit = False
+        self.hit: str | None = None
 
     def feed(self, text: str) -> str:
         """Add text, and return what may be shown now. What may be the beginning of a stop sequence is held back."""
-        if self.hit or not self._stops:
-            return "" if self.hit else text
+        if self.hit is not None or not self._stops:
+            return text if self.hit is None else ""
         text = self._held + text
         # The one that ends first, so that the result does not depend on how the text is divided into pieces.
-        found = [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]
+        found = [(at + len(stop), at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
         if found:
-            self.hit, self._held = True, ""
-            return text[: min(found)[1]]
+            _, at, self.hit = min(found)
+            self._held = ""
+            return text[:at]
         held = max(_overlap(text, stop) for stop in self._stops)
         shown, self._held = text[: len(text) - held], text[len(text) - held :]
         return shown
@@ -213,10 +214,20 @@ class SequenceOutput:
         if self._keeps_tokens and (not is_end or self._keeps_end):
             self._tokens.append(sampled)
         text = self._stop_filter.feed("" if is_end else self._detokenizer.add_token(sampled.token))
-        self.stopped = self._stop_filter.hit
+        self.stopped = self.stop is not None
         delta = self._separate(text)
         self.stopped = self.stopped or bool(delta.calls and self._tools is not None and self._tools.single_call)
         return self._with_tokens(delta) if delta.text or delta.calls or delta.thought else None
+
+    @property
+    def stop(self) -> str | None:
+        """The stop sequence that has ended the text."""
+        return self._stop_filter.hit
+
+    @property
+    def is_thinking(self) -> bool:
+        """Whether the text is inside of a thought."""
+        return self._thinking is not None and self._thinking.is_inside
 
     @property
     def is_cut(self) -> bool:
@@ -232,7 +243,7 @@ class SequenceOutput:
     def finish(self) -> SequenceDelta:
         """The output that was held back."""
         text = "" if self.stopped else self._stop_filter.feed(self._detokenizer.finish()) + self._stop_filter.finish()
-        self.stopped = self._stop_filter.hit
+        self.stopped = self.stop is not None
         return self._with_tokens(self._separate(text, is_end=True))
 
     def _separate(self, text: str, is_end: bool = False) -> SequenceDelta:

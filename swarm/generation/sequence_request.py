@@ -14,6 +14,7 @@ from swarm.client.threads.compute_lock import keep_thread_limit
 from swarm.generation.formats.response_format import AnswerForm
 from swarm.generation.formats.thinking import ThinkingParser, TokenConstraint
 from swarm.generation.formats.tool_calls import ToolCallParser
+from swarm.models.checkpoints.checkpoint import Pooling
 
 ROOM_LEFT = -1
 """As `max_tokens`: as many as the context has room for."""
@@ -44,6 +45,7 @@ class SequenceRequest:
 
     Attributes:
         max_tokens: new tokens that were asked for; `ROOM_LEFT` is possible.
+        max_tokens_fit: where the context has less room, as many as it has are generated; otherwise that is refused.
         top_k: 0 or less samples from all tokens.
         min_p: sample from tokens that have this share of the likeliest one's probability.
         presence_penalty: subtracted from a token's score if it was generated before.
@@ -59,6 +61,7 @@ class SequenceRequest:
         top_logprobs: likeliest tokens to report for each position; None reports no log probabilities.
         scores_prompt: whether the log probabilities of the prompt's tokens are reported, with as many likeliest tokens
             as for new ones; then the token that ends the sequence is reported as well.
+        pooling: ask for the prompt's embedding instead of new tokens: the mean or the last of its final hidden states.
         early_exit: when tokens leave before the last block; None for never.
         is_exit_asked: whether the request asks for that itself, rather than having it by default.
         provisional: whether the text of tokens that left is shown before they are verified.
@@ -71,6 +74,7 @@ class SequenceRequest:
     """
 
     max_tokens: int | None = None
+    max_tokens_fit: bool = False
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
@@ -87,6 +91,7 @@ class SequenceRequest:
     separate_thoughts: bool = False
     top_logprobs: int | None = None
     scores_prompt: bool = False
+    pooling: Pooling | None = None
     early_exit: EarlyExit | None = None
     is_exit_asked: bool = False
     provisional: bool = False

@@ -24,7 +24,7 @@ from swarm.generation.formats.tool_calls import ToolSyntax, tool_syntax
 from swarm.generation.prefix_store import PrefixStore, default_bytes
 from swarm.generation.room_queue import RoomQueue
 from swarm.models.adapters.adapter_files import MAX_WEIGHTS_BYTES, AdapterSource
-from swarm.models.checkpoints.checkpoint import Checkpoint
+from swarm.models.checkpoints.checkpoint import Checkpoint, Pooling
 from swarm.models.checkpoints.partial_loading import load_local_model
 from swarm.models.cutting.families import check_images
 from swarm.models.draft_head import HEAD_FILE
@@ -48,6 +48,7 @@ class ServedModel:
         name: what clients call it.
         model: the distributed model.
         prompts: makes tokens of conversations and texts.
+        pooling: how embeddings of texts are made.
         no_images: why it takes no images here; empty if it does.
         drafts: what makes the drafts of each text.
         prefixes: what texts have left at servers.
@@ -60,6 +61,7 @@ class ServedModel:
     model: Any
     tokenizer: Any
     prompts: PromptProcess
+    pooling: Pooling = "mean"
     no_images: str = "this model takes no images; leave them out"
     drafts: list[DraftSource] = field(default_factory=list)
     prefixes: PrefixStore = field(default_factory=lambda: PrefixStore(default_bytes()))
@@ -94,7 +96,7 @@ class ServedModel:
             tokenizer = load_tokenizer(checkpoint.source, checkpoint.revision, cache_dir)
             add_end_token(model, tokenizer.eos_token_id)  # which may be its class's, and in no file
             on_failure.pop_all()
-        return cls(checkpoint.name, model, tokenizer, prompts, _why_no_images(checkpoint))
+        return cls(checkpoint.name, model, tokenizer, prompts, checkpoint.pooling(), _why_no_images(checkpoint))
 
     def close(self) -> None:
         """Leave the swarm, and end the process that makes prompts."""

@@ -12,6 +12,12 @@ from swarm.metrics.registry import ANSWER_BUCKETS_S, OTHER, STEP_BUCKETS_S, Regi
 ENDPOINTS = frozenset(
     {
         "/",
+        "/api/chat",
+        "/api/generate",
+        "/api/ps",
+        "/api/show",
+        "/api/tags",
+        "/api/version",
         "/detokenize",
         "/healthz",
         "/metrics",
@@ -23,7 +29,10 @@ ENDPOINTS = frozenset(
         "/v1/chat/completions",
         "/v1/completions",
         "/v1/detokenize",
+        "/v1/embeddings",
+        "/v1/messages",
         "/v1/models",
+        "/v1/responses",
         "/v1/tokenize",
         "/v1/tokenizer_info",
     }

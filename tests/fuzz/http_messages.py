@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ _PATHS = r"""
     /v1/models /v1/models/demo /v1/models/nobody /v1/models/%00%ff%2e%2e/.. /healthz /readyz /metrics / /page/app.js
     /page/../../../etc/passwd /page/%2e%2e/%2e%2e/app.py /page/%00 /page /page/ //else.where/ /page//etc/passwd
     /nothing?%ff&&=# * http://else.where/v1/models /v1/chat/completions /v1/completions /v1/completions/ /% /\
+    /v1/responses/resp_x /v1/responses/%00 /api/tags /api/show /v1/messages
 """
 PATHS = [*_PATHS.split(), "/v1/models/" + "a" * 5000, "/page/" + "a/" * 500]
 METHODS = ("GET", "HEAD", "POST", "PUT", "OPTIONS", "DELETE", "PATCH", "TRACE", "CONNECT", "get", "A" * 200)
@@ -78,6 +79,49 @@ _FIELDS = """
     tool_choice parallel_tool_calls functions audio echo best_of suffix user unknown
 """
 FIELDS = _FIELDS.split()
+_RESPONSES = """
+    model input instructions previous_response_id max_output_tokens temperature top_p stream store tools tool_choice
+    parallel_tool_calls text reasoning top_logprobs include metadata background unknown
+"""
+_MESSAGES = """
+    model messages max_tokens system temperature top_p top_k stop_sequences stream tools tool_choice thinking
+    output_config metadata context_management unknown
+"""
+_OLLAMA = "model messages prompt system images raw options format think tools stream keep_alive logprobs unknown"
+ITEMS: list[Any] = [
+    *("Hi", "", None, {"type": "text"}, {"type": "nothing"}, {"role": "nobody"}, {"type": "item_reference", "id": "x"}),
+    *({"type": "function_call", "call_id": "c", "name": "f", "arguments": text} for text in ("{", "[" * 5000, "{}")),
+    *({"role": role, "content": content} for role in ("user", "assistant", "tool") for content in ("Hi", [], 5, None)),
+    {"role": "user", "content": [{"type": "input_image", "image_url": "http://else.where/a.png"}]},
+    {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "", "content": [{"type": "text"}]}]},
+    {"role": "assistant", "content": [{"type": "tool_use", "id": "", "name": "f", "input": {"a": [[]]}}]},
+    {"role": "user", "content": "Hi", "images": ["AAAA", "\0"]},
+]
+
+
+@dataclass(frozen=True)
+class OtherInterface:
+    """A path that is not of OpenAI's completions: its fields, those of a valid request, and how it is kept short."""
+
+    fields: Sequence[str]
+    valid: Mapping[str, Any]
+    short: Mapping[str, Any]
+
+
+OTHERS = {
+    "/v1/responses": OtherInterface(_RESPONSES.split(), {"input": "Hi"}, {"max_output_tokens": MAX_NEW_TOKENS}),
+    "/v1/messages": OtherInterface(
+        _MESSAGES.split(), {"messages": [{"role": "user", "content": "Hi"}]}, {"max_tokens": MAX_NEW_TOKENS}
+    ),
+    "/api/chat": OtherInterface(
+        _OLLAMA.split(),
+        {"messages": [{"role": "user", "content": "Hi"}]},
+        {"options": {"num_predict": MAX_NEW_TOKENS}},
+    ),
+    "/api/generate": OtherInterface(_OLLAMA.split(), {"prompt": "Hi"}, {"options": {"num_predict": MAX_NEW_TOKENS}}),
+    "/v1/embeddings": OtherInterface(["model", "input", "encoding_format", "dimensions"], {"input": "Hi"}, {}),
+    "/api/show": OtherInterface(["model", "name", "verbose"], {}, {}),
+}
 CALL_ARGUMENTS = ('{"a": 1}', "{", "[" * 5000, '"\\ud800"', "NaN", "9" * 5000, "")
 
 
@@ -101,6 +145,8 @@ class HttpMessages:
     def body(self) -> tuple[str, dict[str, Any]]:
         """The path, and the fields of a request that is changed in a few of them."""
         chance = self.random
+        if chance.random() < 0.4:
+            return self._other(chance.choice(list(OTHERS)))
         is_chat = chance.random() < 0.6
         body: dict[str, Any] = {"model": self.model, "max_tokens": MAX_NEW_TOKENS, "temperature": 0}
         body |= {"messages": [self._message()]} if is_chat else {"prompt": "Once upon a time"}
@@ -112,6 +158,15 @@ class HttpMessages:
         if body.get("max_completion_tokens") is None:
             body.pop("max_completion_tokens", None)
         return "/v1/chat/completions" if is_chat else "/v1/completions", body
+
+    def _other(self, path: str) -> tuple[str, dict[str, Any]]:
+        chance, kind = self.random, OTHERS[path]
+        body = {"model": self.model, **kind.valid}
+        for _ in range(chance.choice([0, 1, 1, 2, 3])):
+            name = chance.choice(kind.fields)
+            several = [chance.choice(ITEMS) for _ in range(chance.choice([0, 1, 3]))]
+            body[name] = several if name in ("messages", "input") and chance.random() < 0.8 else self._field(name)
+        return path, {**body, **kind.short}
 
     def _field(self, name: str) -> Any:
         chance = self.random

@@ -8,7 +8,9 @@ import pytest
 
 from swarm.metrics.endpoint import MetricsAddress
 from swarm.models.checkpoints.checkpoint import DEMO_FOLDER
+from tests.gateway.scripts import MODEL, SCRIPTS, TEMPLATE
 from tests.gateways import GatewayProcess, run_gateway
+from tests.scripted import make_scripted
 from tests.swarms import TestSwarm, run_swarm
 
 
@@ -22,3 +24,11 @@ def swarm() -> Iterator[TestSwarm]:
 def gateway(swarm: TestSwarm) -> Iterator[GatewayProcess]:
     with run_gateway(swarm) as running:
         yield running
+
+
+@pytest.fixture(scope="session")
+def scripted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GatewayProcess]:
+    """A gateway of a real swarm whose model gives known answers."""
+    folder = make_scripted(tmp_path_factory.mktemp("model") / MODEL, SCRIPTS, TEMPLATE)
+    with run_swarm(folder, ("0:2", "2:4", "4:6")) as swarm, run_gateway(swarm) as gateway:
+        yield gateway

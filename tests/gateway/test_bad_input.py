@@ -211,6 +211,7 @@ def test_keys(guarded, secrets):
     assert refusal(post(guarded, chat())) == missing
     assert refusal(post(guarded, chat(), secret="sk-swarm-wrong")) == wrong
     assert refusal(httpx.get(f"{guarded.api}/models", headers={"Authorization": "Basic x"})) == wrong
+    assert refusal(httpx.get(f"{guarded.api}/models", headers={"x-api-key": "x"})) == wrong
     assert refusal(post(guarded, b"{", secret="x" * 5000)) == wrong  # before anything is read
     assert post(guarded, chat(), secret=secrets[1]["free"]).status_code == 200
 

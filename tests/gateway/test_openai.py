@@ -84,6 +84,7 @@ def test_models(client):
     assert client.models.retrieve(MODEL).swarm == {
         "chat_template": True,
         "tools": True,
+        "embeddings": "mean",
         "context_length": 1024,
         "blocks": 12,
     }

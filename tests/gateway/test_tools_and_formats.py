@@ -11,36 +11,10 @@ import pytest
 
 from swarm.models.checkpoints.checkpoint import DEMO_FOLDER
 from swarm.models.tokenizers.tokenizer import load_tokenizer
+from tests.gateway.scripts import EXPECTED, MODEL, SCRIPTS, WEATHER
 from tests.gateways import run_gateway
-from tests.scripted import CHAT_TEMPLATE, make_scripted
 from tests.swarms import run_swarm
 
-MODEL = "scripted"
-CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Zürich"}}\n</tool_call>'
-SECOND = '<tool_call>\n{"name": "weather", "arguments": {"city": "Bern", "days": 2}}\n</tool_call>'
-SCRIPTS = {
-    "weather?": f"I shall look.\n{CALL}\n{SECOND}",
-    "unknown?": '<tool_call>\n{"name": "rm", "arguments": {"path": "/"}}\n</tool_call>',
-    "12": "It is 12 degrees there.",
-    "json?": '{"answer": 42, "why": "because"}',
-    "think?": "<think>\nIt was asked.\n</think>\n\nSo it is.",
-    "hmm,": " and once more, it is so.",
-}
-TEMPLATE = "{% if tools %}{# <tool_call> </tool_call> #}{% endif %}" + CHAT_TEMPLATE
-TEMPLATE += "{% if enable_thinking is false %}{{ '<think></think>hmm,' }}{% endif %}"
-WEATHER = {
-    "type": "function",
-    "function": {
-        "name": "weather",
-        "description": "The weather somewhere.",
-        "parameters": {
-            "type": "object",
-            "properties": {"city": {"type": "string", "maxLength": 12}, "days": {"type": "integer"}},
-            "required": ["city"],
-            "additionalProperties": False,
-        },
-    },
-}
 SCHEMA = {
     "type": "object",
     "properties": {"size": {"type": "integer", "minimum": 1, "maximum": 9}, "kind": {"enum": ["wolf", "king"]}},
@@ -50,11 +24,9 @@ SCHEMA = {
 
 
 @pytest.fixture(scope="module")
-def client(tmp_path_factory):
-    folder = make_scripted(tmp_path_factory.mktemp("model") / MODEL, SCRIPTS, TEMPLATE)
-    with run_swarm(folder, ("0:2", "2:4", "4:6")) as swarm, run_gateway(swarm) as gateway:
-        with openai.OpenAI(base_url=gateway.api, api_key="none", max_retries=0) as made:
-            yield made
+def client(scripted):
+    with openai.OpenAI(base_url=scripted.api, api_key="none", max_retries=0) as made:
+        yield made
 
 
 @pytest.fixture(scope="module")
@@ -71,9 +43,6 @@ def ask(client: openai.OpenAI, *said: str | dict[str, Any], **options: Any) -> A
 
 def called(calls: Any) -> list[tuple[str, dict[str, Any]]]:
     return [(call.function.name, json.loads(call.function.arguments)) for call in calls]
-
-
-EXPECTED = [("weather", {"city": "Zürich"}), ("weather", {"city": "Bern", "days": 2})]
 
 
 def test_calls_of_tools(client):

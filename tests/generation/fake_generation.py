@@ -20,7 +20,7 @@ from swarm.metrics.registry import new_registry
 class FakeGeneration:
     """Stands in for a generation. With a prompt `[n]`, `start` fails unless n is above 0."""
 
-    tokens = cached_tokens = 0
+    tokens = cached_tokens = thought_tokens = 0
 
     def __init__(
         self,

@@ -1,10 +1,10 @@
-"""Responses in JSON, streams of events, and the end of work whose client has disconnected."""
+"""Responses in JSON, streams, and the end of work whose client has disconnected."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from contextlib import aclosing
 from typing import Any, TypeVar
 
@@ -13,8 +13,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from swarm.errors import SwarmError
 from swarm.gateway.openai.api_errors import ApiError, InternalServerError, api_error
+from swarm.gateway.openai.dialect import Dialect, StreamEvent
 
 T = TypeVar("T")
 
@@ -65,63 +65,64 @@ class JsonResponse(Response):
         return msgspec.json.encode(content)
 
 
-def error_response(error: ApiError) -> JsonResponse:
+def error_response(error: ApiError, dialect: type[Dialect] = Dialect) -> JsonResponse:
     """The response that reports an error."""
-    return JsonResponse(error.body(), status_code=error.status, headers=dict(error.headers))
+    return JsonResponse(dialect.error_body(error), status_code=error.status, headers=dict(error.headers))
 
 
-def with_error_responses(endpoint: Endpoint) -> Endpoint:
-    """The endpoint, with its exceptions turned into responses in OpenAI's form."""
+def with_error_responses(endpoint: Endpoint, dialect: type[Dialect] = Dialect) -> Endpoint:
+    """The endpoint, with its exceptions turned into responses."""
 
     async def call(request: Request) -> Response:
         try:
             return await endpoint(request)
         except ClientDisconnected:
             return Response(status_code=CLIENT_CLOSED_REQUEST)
-        except Exception as error:  # a bug, too, has to be answered in OpenAI's form
+        except Exception as error:  # a bug, too, has to be answered in the client's form
             reported = api_error(error)
             if isinstance(reported, InternalServerError):
                 logger.exception("%s %s failed", request.method, request.scope["path"])
-            return error_response(reported)
+            return error_response(reported, dialect)
 
     return call
 
 
-DONE_EVENT = b"data: [DONE]\n\n"
-"""The end of OpenAI's streams."""
-
 KEEP_ALIVE_S = 15.0
-"""Seconds without an event after which a stream gets a comment, so that no proxy on the way takes it for dead."""
+"""Seconds without an event after which a stream gets a sign of life, so that no proxy on the way takes it for dead."""
 
-KEEP_ALIVE_COMMENT = b": waiting\n\n"
-"""What clients of server-sent events ignore."""
+SIGN_OF_LIFE = None
+"""In the place of an event: something that clients ignore."""
+
+Events = AsyncGenerator[StreamEvent | None]
 
 
-class EventStreamResponse(Response):
-    """A stream of server-sent events.
+class StreamResponse(Response):
+    """A stream of events.
 
     It ends early when the client disconnects, or takes nothing for `send_timeout_s`. An error in the middle of the
     stream is sent as the last event, as OpenAI does.
 
     Args:
-        events: encoded, see `encode_event`; an asynchronous generator, which is closed at the end.
+        events: an asynchronous generator, which is closed at the end.
+        dialect: writes them.
         send_timeout_s: within which the client has to take the next part.
         on_end: called at the end in any case, with whether the client has taken everything.
     """
 
     def __init__(
-        self, events: AsyncGenerator[bytes], send_timeout_s: float, on_end: Callable[[bool], Awaitable[None]]
+        self, events: Events, dialect: Dialect, send_timeout_s: float, on_end: Callable[[bool], Awaitable[None]]
     ) -> None:
         self.status_code = 200
         self.background = None
         self.init_headers(
             {
-                "Content-Type": "text/event-stream; charset=utf-8",
+                "Content-Type": dialect.media_type,
                 "Cache-Control": "no-store",
                 "X-Accel-Buffering": "no",  # asks reverse proxies to pass each part on at once
             }
         )
         self._events = events
+        self._dialect = dialect
         self._send_timeout_s = send_timeout_s
         self._on_end = on_end
 
@@ -142,7 +143,7 @@ class EventStreamResponse(Response):
         start = {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
         async with aclosing(self._events) as events:
             await self._send(send, start)
-            async for body in _with_error_event(events):
+            async for body in self._encoded(events):
                 await self._send(send, {"type": "http.response.body", "body": body, "more_body": True})
         await self._send(send, {"type": "http.response.body", "body": b"", "more_body": False})
 
@@ -150,56 +151,51 @@ class EventStreamResponse(Response):
         async with asyncio.timeout(self._send_timeout_s):
             await send(message)
 
+    async def _encoded(self, events: Events) -> AsyncGenerator[bytes]:
+        """The events. An error, too, becomes one, the last."""
+        dialect = self._dialect
+        try:
+            async for event in events:
+                yield dialect.keep_alive if event is SIGN_OF_LIFE else dialect.event(event)
+            yield dialect.end
+        except ClientDisconnected:
+            raise
+        except Exception as error:  # a bug, too, has to be told in the client's form
+            reported = api_error(error)
+            if isinstance(reported, InternalServerError):
+                logger.exception("A stream failed")
+            yield dialect.error(reported)
 
-async def _with_error_event(events: AsyncGenerator[bytes]) -> AsyncGenerator[bytes]:
-    """The same events. An error, too, becomes one, the last."""
-    try:
-        async for event in events:
-            yield event
-    except SwarmError as error:
-        yield encode_event(api_error(error).body())
-    except ClientDisconnected:
-        raise
-    except Exception as error:  # a bug, too, has to be told in OpenAI's form
-        logger.exception("A stream failed")
-        yield encode_event(api_error(error).body())
 
+async def kept_alive(events: AsyncGenerator[StreamEvent], wait_s: float) -> Events:
+    """The same events, and signs of life while none comes.
 
-async def kept_alive(events: AsyncGenerator[bytes], wait_s: float) -> AsyncGenerator[bytes]:
-    """The same events, and comments while none comes.
-
-    An empty one comes first (see `begun`): once the first event is there, or after `wait_s` seconds. An error until
-    then is raised instead.
+    One more comes first (see `begun`): once the first event is there, or after `wait_s` seconds. An error until then is
+    raised instead.
     """
-    following = asyncio.ensure_future(anext(events, b""))
+    following = asyncio.ensure_future(anext(events, None))
     try:
         await asyncio.wait({following}, timeout=wait_s)
         if following.done():
             following.result()
-        yield b""
+        yield SIGN_OF_LIFE
         if not following.done():
-            yield KEEP_ALIVE_COMMENT  # so that proxies pass the head of the response on
+            yield SIGN_OF_LIFE  # so that proxies pass the head of the response on
         while True:
             await asyncio.wait({following}, timeout=KEEP_ALIVE_S)
             if not following.done():
-                yield KEEP_ALIVE_COMMENT
+                yield SIGN_OF_LIFE
                 continue
-            if not (event := following.result()):
+            if (event := following.result()) is None:
                 return
             yield event
-            following = asyncio.ensure_future(anext(events, b""))
+            following = asyncio.ensure_future(anext(events, None))
     finally:
         following.cancel()
         await asyncio.gather(following, return_exceptions=True)
         await events.aclose()
 
 
-async def begun(events: AsyncGenerator[bytes]) -> None:
+async def begun(events: Events) -> None:
     """Returns when the events of `kept_alive` can be sent."""
     await anext(events)
-
-
-def encode_event(body: Mapping[str, Any], name: str | None = None) -> bytes:
-    """One server-sent event with JSON as its data."""
-    head = b"" if name is None else b"event: " + name.encode() + b"\n"
-    return head + b"data: " + msgspec.json.encode(body) + b"\n\n"

@@ -82,6 +82,9 @@ COMPLETION: RefusedFields = {
 }
 
 
+EMBEDDING: RefusedFields = {"dimensions": ((), "the model's are used")}
+
+
 def refuse_fields(body: bytes, known: Collection[str], table: RefusedFields) -> None:
     """Refuse a request, which is a JSON object, with fields that are neither known nor ignored.
 

@@ -33,9 +33,12 @@ MAX_TOKEN_ID_DIGITS = 9
 
 
 def chat_request_sequences(
-    request: ChatRequest, served: ServedModel, settings: GatewaySettings
+    request: ChatRequest, served: ServedModel, settings: GatewaySettings, *, max_tokens_fit: bool = False
 ) -> list[SequenceRequest]:
     """One sequence for each of the `n` answers.
+
+    Args:
+        max_tokens_fit: as in `SequenceRequest`.
 
     Raises:
         BadRequest: a message holds something other than text, or `early_exit` is not possible or not allowed.
@@ -47,7 +50,7 @@ def chat_request_sequences(
     return chat_sequences(
         served,
         [template_message(message) for message in request.messages],
-        _sequence_request(request, served, settings, max_tokens, top_logprobs),
+        replace(_sequence_request(request, served, settings, max_tokens, top_logprobs), max_tokens_fit=max_tokens_fit),
         choices=request.n or 1,
         default_max_tokens=settings.default_max_tokens,
         tools=tool_options(request),
@@ -89,6 +92,8 @@ def template_options(request: ChatRequest, served: ServedModel) -> TemplateOptio
             variables.setdefault("reasoning_effort", effort)
         elif effort not in ("none", "medium"):  # which is how a model without it thinks
             raise unsupported("reasoning_effort", "the model's chat template does not read it; leave it out")
+        elif effort == "medium" and switches:
+            variables.setdefault(switches[0], True)
     return TemplateOptions(
         variables,
         continue_final=bool(request.continue_final_message),

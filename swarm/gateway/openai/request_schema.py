@@ -17,7 +17,7 @@ from msgspec import Meta, Struct
 
 from swarm.gateway.openai.api_errors import BadRequest
 from swarm.gateway.openai.early_exit_options import EarlyExitRequest
-from swarm.gateway.openai.refused_fields import CHAT, COMPLETION, RefusedFields, refuse_fields, unsupported
+from swarm.gateway.openai.refused_fields import CHAT, COMPLETION, EMBEDDING, RefusedFields, refuse_fields, unsupported
 from swarm.generation.formats.response_format import AnswerForm
 
 MAX_TOOLS = 128
@@ -110,10 +110,13 @@ class ChatMessage(Struct, forbid_unknown_fields=True):
         return self.content if self.content is not None else self.refusal
 
 
+FunctionNameText = Annotated[str, Meta(pattern=r"\A[a-zA-Z0-9_.-]{1,64}\Z")]
+
+
 class FunctionDefinition(Struct, forbid_unknown_fields=True):
     """A function that the model may call."""
 
-    name: Annotated[str, Meta(pattern=r"\A[a-zA-Z0-9_.-]{1,64}\Z")]
+    name: FunctionNameText
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
@@ -253,6 +256,9 @@ MAX_CHOICES = 8
 MAX_TEXTS = 256
 """Texts that one request may generate. A few at a time are."""
 
+MAX_EMBEDDINGS = 2048
+"""Texts in one request for embeddings, as in OpenAI's interface."""
+
 MAX_STOPS = 16
 MAX_MESSAGES = 4096
 MAX_STOP_TOKENS = 64
@@ -262,7 +268,11 @@ UNLIMITED = -1
 """As `max_tokens`: as many as the context has room for."""
 
 TokenCount = Annotated[int, Meta(ge=UNLIMITED, le=2**31)]
+Temperature = Annotated[float, Meta(ge=0, le=2)]
+Share = Annotated[float, Meta(ge=0, le=1)]
+TopK = Annotated[int, Meta(ge=-1, le=2**20)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
+RepetitionPenalty = Annotated[float, Meta(gt=0, le=10)]
 Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 StopSequence = Annotated[str, Meta(max_length=256)]
 StopSequences = Annotated[list[StopSequence], Meta(max_length=MAX_STOPS)]
@@ -279,13 +289,16 @@ class StreamOptions(Struct, forbid_unknown_fields=True):
     continuous_usage_stats: Any = None
 
 
+ModelName = Annotated[str, Meta(min_length=1, max_length=256)]
+
+
 class GenerationRequest(FormFields, kw_only=True):
     """The fields that both generation endpoints take."""
 
-    model: Annotated[str, Meta(min_length=1, max_length=256)]
+    model: ModelName
     max_tokens: TokenCount | None = None
-    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    temperature: Temperature | None = None
+    top_p: Share | None = None
     n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
     stop: StopSequence | StopSequences | None = None
     seed: Seed | None = None
@@ -295,9 +308,9 @@ class GenerationRequest(FormFields, kw_only=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     # Not OpenAI's, but common among servers of open models.
-    top_k: Annotated[int, Meta(ge=-1, le=2**20)] | None = None
-    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
-    repetition_penalty: Annotated[float, Meta(gt=0, le=10)] | None = None
+    top_k: TopK | None = None
+    min_p: Share | None = None
+    repetition_penalty: RepetitionPenalty | None = None
     stop_token_ids: StopTokens | None = None
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=2**31)] | None = None
     # This gateway's own.
@@ -361,24 +374,34 @@ class CompletionRequest(GenerationRequest, kw_only=True):
     best_of: Annotated[int, Meta(ge=1)] | None = None
 
     def prompts(self) -> list[str] | list[list[int]]:
-        """All prompts, as texts or as token ids.
+        """All prompts, as texts or as token ids. Raises `BadRequest` if the prompt has none of the allowed forms."""
+        return _texts(self.prompt, "prompt", MAX_TEXTS)
 
-        Raises:
-            BadRequest: the prompt has none of the allowed forms.
-        """
-        if isinstance(self.prompt, str):
-            return [self.prompt]
-        single = bool(self.prompt) and all(isinstance(item, int) for item in self.prompt)
-        prompts = [self.prompt] if single else self.prompt
-        for form in (list[str], list[TokenIds]):
-            try:
-                converted: Any = msgspec.convert(prompts, Annotated[form, Meta(min_length=1, max_length=MAX_TEXTS)])
-            except msgspec.ValidationError:
-                continue
-            return converted  # type: ignore[no-any-return]
-        raise BadRequest(
-            f"prompt must be a text, a list of 1 to {MAX_TEXTS} texts, or lists of token ids", param="prompt"
-        )
+
+class EmbeddingRequest(Struct, kw_only=True):
+    """The body of `POST /v1/embeddings`."""
+
+    model: ModelName
+    input: str | list[Any]
+    encoding_format: Literal["float", "base64"] = "float"
+
+    def prompts(self) -> list[str] | list[list[int]]:
+        """All texts, as texts or as token ids. Raises `BadRequest` if the input has none of the allowed forms."""
+        return _texts(self.input, "input", MAX_EMBEDDINGS)
+
+
+def _texts(asked: str | list[Any], name: str, most: int) -> list[str] | list[list[int]]:
+    if isinstance(asked, str):
+        return [asked]
+    single = bool(asked) and all(isinstance(item, int) for item in asked)
+    prompts = [asked] if single else asked
+    for form in (list[str], list[TokenIds]):
+        try:
+            converted: Any = msgspec.convert(prompts, Annotated[form, Meta(min_length=1, max_length=most)])
+        except msgspec.ValidationError:
+            continue
+        return converted  # type: ignore[no-any-return]
+    raise BadRequest(f"{name} must be a text, a list of 1 to {most} texts, or lists of token ids", param=name)
 
 
 def _decode_with_whole_numbers(decoder: msgspec.json.Decoder[Any], body: bytes) -> Any:
@@ -400,6 +423,7 @@ def _whole_number(raw: msgspec.Raw) -> msgspec.Raw:
 
 _WHOLE_NUMBER = re.compile(rb"(-?[0-9]{1,15})\.0{1,15}")
 _ERROR_PATH = re.compile(r" - at (?:`key` in )?`\$\.?([^`]*)`$")
+_OTHER_TYPE = re.compile(r"Invalid (?:enum )?value ('.*') - at `\$\.(.*)\.type`", re.DOTALL)
 _MISSING_FIELD = re.compile(r"field `([^`]+)`")
 _UNKNOWN_FIELD = re.compile(r"\AObject contains unknown field `(.*?)`(?: - at `|\Z)", re.DOTALL)
 
@@ -411,18 +435,19 @@ def parse_chat_request(body: bytes) -> ChatRequest:
         BadRequest: the body is not a valid chat request.
     """
     request: ChatRequest = decode_request(ChatRequest, body, CHAT)
-    _check_chat_request(request)
+    check_chat_request(request)
     return request
 
 
 def parse_prompt_request(body: bytes) -> PromptRequest:
     """Parse a chat request of which only the prompt is asked for. Raises the same as `parse_chat_request`."""
     request: PromptRequest = decode_request(PromptRequest, body, CHAT)
-    _check_chat_request(request)
+    check_chat_request(request)
     return request
 
 
-def _check_chat_request(request: ChatRequest) -> None:
+def check_chat_request(request: ChatRequest) -> None:
+    """Raises `BadRequest` if the fields of a chat request do not go together."""
     _require_some(request, "max_tokens", "max_completion_tokens", "truncate_prompt_tokens")
     if len(request.chat_template_kwargs or {}) > MAX_TEMPLATE_VARIABLES:
         raise BadRequest(
@@ -457,6 +482,16 @@ def parse_completion_request(body: bytes) -> CompletionRequest:
     return request
 
 
+def parse_embedding_request(body: bytes) -> EmbeddingRequest:
+    """Parse the body of a request for embeddings.
+
+    Raises:
+        BadRequest: the body is not a valid request for embeddings.
+    """
+    request: EmbeddingRequest = decode_request(EmbeddingRequest, body, EMBEDDING)
+    return request
+
+
 def _require_some(request: GenerationRequest, *names: str) -> None:
     """Refuse a count of tokens that is 0."""
     for name in names:
@@ -485,6 +520,9 @@ def decode_request(kind: type[Struct], body: bytes, refused: RefusedFields | Non
         path = _ERROR_PATH.search(message)
         if unknown := _UNKNOWN_FIELD.search(message):
             raise unsupported(f"{path[1]}.{unknown[1][:64]}" if path else unknown[1][:64]) from None
+        if other := _OTHER_TYPE.fullmatch(message):
+            what = f"{other[2]} of type {other[1][:64]}"
+            raise BadRequest(f"{what} is not supported; leave it out", param=other[2]) from None
         field = _MISSING_FIELD.search(message)
         param = (path[1] if path and path[1] else None) or (field[1] if field else None)
         raise BadRequest(message.replace("`$.", "`").replace(" - at", ", at"), param=param) from None

@@ -1,19 +1,23 @@
-"""From the events of a request's sequences to its response in OpenAI's form, whole or chunk by chunk."""
+"""From the events of a request's sequences to its response, whole or piece by piece, in OpenAI's form."""
 
 from __future__ import annotations
 
 import asyncio
 import secrets
+import struct
 import time
-from collections.abc import AsyncGenerator, Sequence
+from base64 import b64encode
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from typing import Any
 
+from swarm.gateway.openai.dialect import StreamEvent
 from swarm.generation.formats.tool_calls import ToolCall
 from swarm.generation.sampling import SampledToken
-from swarm.generation.sequence_generation import SequenceEnd, SequenceProvisional
-from swarm.generation.sequence_group import SequenceGroup, route_detail
+from swarm.generation.sequence_generation import SequenceEmbedding, SequenceEnd, SequenceEvent, SequenceProvisional
+from swarm.generation.sequence_group import SequenceGroup, Usage, route_detail
 from swarm.generation.sequence_output import SequenceDelta, token_text
 from swarm.generation.served_model import ServedModel
 
@@ -28,7 +32,8 @@ class AccumulatedAnswer:
     """One of the answers to a request, as far as it has been generated.
 
     Attributes:
-        reason: why it ended; None as long as it has not.
+        embedding: of the prompt, if that is what was asked for.
+        end: why it ended; None as long as it has not.
     """
 
     texts: list[str] = field(default_factory=list)
@@ -36,7 +41,8 @@ class AccumulatedAnswer:
     calls: list[ToolCall] = field(default_factory=list)
     tokens: list[SampledToken] = field(default_factory=list)
     prompt: list[SampledToken] = field(default_factory=list)
-    reason: str | None = None
+    embedding: Sequence[float] = ()
+    end: SequenceEnd | None = None
 
     def add_delta(self, delta: SequenceDelta) -> None:
         self.texts.append(delta.text)
@@ -50,19 +56,25 @@ class AccumulatedAnswer:
         return "".join(self.texts)
 
 
-def usage_object(prompt_tokens: int, completion_tokens: int, cached_tokens: int = 0) -> dict[str, Any]:
+def usage_object(usage: Usage) -> dict[str, Any]:
     """OpenAI's `usage`: how many tokens a request took, and how many of the prompt's were computed before."""
     return {
-        "prompt_tokens": prompt_tokens,
-        "completion_tokens": completion_tokens,
-        "total_tokens": prompt_tokens + completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": cached_tokens},
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.new_tokens,
+        "total_tokens": usage.prompt_tokens + usage.new_tokens,
+        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+        "completion_tokens_details": {"reasoning_tokens": usage.thought_tokens},
     }
 
 
 def model_object(served: ServedModel) -> dict[str, Any]:
-    """OpenAI's model object, with the fields that vLLM and OpenRouter add, and this project's under `swarm`."""
+    """OpenAI's model object, with the fields of vLLM, OpenRouter and Anthropic, and this project's under `swarm`."""
     return {
+        "type": "model",
+        "display_name": served.name,
+        "created_at": datetime.fromtimestamp(served.created, UTC).isoformat(),
+        "lifecycle": "active",
+        "max_input_tokens": served.context_length,
         "id": served.name,
         "object": "model",
         "created": served.created,
@@ -73,6 +85,7 @@ def model_object(served: ServedModel) -> dict[str, Any]:
         "swarm": {
             "chat_template": served.chat_template is not None,
             "tools": served.tool_syntax is not None,
+            "embeddings": served.pooling,
             "context_length": served.context_length,
             "blocks": served.model.swarm.blocks,
         },
@@ -80,7 +93,31 @@ def model_object(served: ServedModel) -> dict[str, Any]:
 
 
 class ResponseWriter:
-    """Writes the response to one request.
+    """Writes the response to one request."""
+
+    def body(self, answers: Sequence[AccumulatedAnswer], usage: Usage) -> dict[str, Any]:
+        """The body of a response that is not streamed."""
+        raise NotImplementedError
+
+    def first_events(self, index: int, usage: Usage) -> Iterable[StreamEvent]:
+        """What begins an answer."""
+        return ()
+
+    def delta_events(self, index: int, delta: SequenceDelta, before: AccumulatedAnswer) -> Iterable[StreamEvent]:
+        """New output of an answer; `before` is the answer without it."""
+        return ()
+
+    def end_events(self, index: int, end: SequenceEnd) -> Iterable[StreamEvent]:
+        """What ends an answer."""
+        return ()
+
+    def last_events(self, usage: Usage) -> Iterable[StreamEvent]:
+        """What ends the stream, once all answers have ended."""
+        return ()
+
+
+class OpenAIResponseWriter(ResponseWriter):
+    """What the responses of both of OpenAI's completions have in common.
 
     Args:
         model: its name.
@@ -103,40 +140,28 @@ class ResponseWriter:
         include_usage: bool = False,
         fingerprint: str | None = None,
     ) -> None:
-        self.id = f"{self.id_prefix}-{secrets.token_hex(ID_BYTES)}"
+        self.id = new_id(self.id_prefix, "-")
         self._model = model
         self._tokenizer = tokenizer
         self._prompts = prompts
         self._created = int(time.time())
         self._fingerprint = fingerprint
-        self._unknown_usage: dict[str, None] = {"usage": None} if include_usage else {}
+        self._include_usage = include_usage
 
-    def body(self, answers: Sequence[AccumulatedAnswer], usage: dict[str, Any]) -> dict[str, Any]:
-        """The body of a response that is not streamed."""
+    def body(self, answers: Sequence[AccumulatedAnswer], usage: Usage) -> dict[str, Any]:
         choices = [
-            {"index": index, **self._choice(index, answer), "finish_reason": answer.reason}
+            {"index": index, **self._choice(index, answer), "finish_reason": answer.end.reason if answer.end else None}
             for index, answer in enumerate(answers)
         ]
-        return {**self._envelope(self.object_type), "choices": choices, "usage": usage}
+        return {**self._envelope(self.object_type), "choices": choices, "usage": usage_object(usage)}
 
-    def first_chunk(self, index: int) -> dict[str, Any] | None:
-        """The chunk that begins an answer; None if there is no such chunk."""
-        raise NotImplementedError
-
-    def delta_chunk(self, index: int, delta: SequenceDelta, before: AccumulatedAnswer) -> dict[str, Any]:
-        """The chunk for new output of an answer; `before` is the answer without it."""
-        raise NotImplementedError
-
-    def last_chunk(self, index: int, reason: str) -> dict[str, Any]:
-        """The chunk that ends an answer."""
-        raise NotImplementedError
+    def last_events(self, usage: Usage) -> Iterable[StreamEvent]:
+        if self._include_usage:
+            envelope = self._envelope(self.chunk_object_type)
+            yield StreamEvent({**envelope, "choices": [], "usage": usage_object(usage)})
 
     def _choice(self, index: int, answer: AccumulatedAnswer) -> dict[str, Any]:
         raise NotImplementedError
-
-    def usage_chunk(self, usage: dict[str, Any]) -> dict[str, Any]:
-        """The chunk that ends a stream with the request's usage."""
-        return {**self._envelope(self.chunk_object_type), "choices": [], "usage": usage}
 
     def _envelope(self, object_type: str) -> dict[str, Any]:
         return {
@@ -147,30 +172,31 @@ class ResponseWriter:
             "system_fingerprint": self._fingerprint,
         }
 
-    def _chunk(self, index: int, content: dict[str, Any], reason: str | None = None) -> dict[str, Any]:
+    def _chunk(self, index: int, content: dict[str, Any], reason: str | None = None) -> StreamEvent:
         choice = {"index": index, **content, "finish_reason": reason}
-        return {**self._envelope(self.chunk_object_type), "choices": [choice], **self._unknown_usage}
+        no_usage = {"usage": None} if self._include_usage else {}
+        return StreamEvent({**self._envelope(self.chunk_object_type), "choices": [choice], **no_usage})
 
 
-class ChatResponseWriter(ResponseWriter):
+class ChatResponseWriter(OpenAIResponseWriter):
     """Responses of `/v1/chat/completions`."""
 
     id_prefix, object_type, chunk_object_type = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
-    def first_chunk(self, index: int) -> dict[str, Any] | None:
-        return self._chunk(index, {"delta": {"role": "assistant", "content": ""}, "logprobs": None})
+    def first_events(self, index: int, usage: Usage) -> Iterable[StreamEvent]:
+        yield self._chunk(index, {"delta": {"role": "assistant", "content": ""}, "logprobs": None})
 
-    def delta_chunk(self, index: int, delta: SequenceDelta, before: AccumulatedAnswer) -> dict[str, Any]:
+    def delta_events(self, index: int, delta: SequenceDelta, before: AccumulatedAnswer) -> Iterable[StreamEvent]:
         content: dict[str, Any] = {"content": delta.text} if delta.text else {}
         if delta.thought:
             content["reasoning_content"] = delta.thought
         if delta.calls:
             count = len(before.calls)
             content["tool_calls"] = [{"index": count + i, **_tool_call(call)} for i, call in enumerate(delta.calls)]
-        return self._chunk(index, {"delta": content, "logprobs": self._logprobs(delta.tokens)})
+        yield self._chunk(index, {"delta": content, "logprobs": self._logprobs(delta.tokens)})
 
-    def last_chunk(self, index: int, reason: str) -> dict[str, Any]:
-        return self._chunk(index, {"delta": {}, "logprobs": None}, reason)
+    def end_events(self, index: int, end: SequenceEnd) -> Iterable[StreamEvent]:
+        yield self._chunk(index, {"delta": {}, "logprobs": None}, end.reason)
 
     def _choice(self, index: int, answer: AccumulatedAnswer) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": answer.text, "refusal": None}
@@ -182,39 +208,25 @@ class ChatResponseWriter(ResponseWriter):
         return {"message": message, "logprobs": self._logprobs(answer.tokens)}
 
     def _logprobs(self, tokens: Sequence[SampledToken]) -> dict[str, Any] | None:
-        reported = [sampled for sampled in tokens if sampled.logprob is not None]
-        if not reported:
-            return None
-        return {
-            "content": [
-                {
-                    **self._token_logprob(sampled.token, sampled.logprob or 0.0),
-                    "top_logprobs": [self._token_logprob(token, logprob) for token, logprob in sampled.top_logprobs],
-                }
-                for sampled in reported
-            ],
-            "refusal": None,
-        }
-
-    def _token_logprob(self, token: int, logprob: float) -> dict[str, Any]:
-        text, raw = token_text(self._tokenizer, token)
-        return {"token": text, "logprob": _finite(logprob), "bytes": raw}
+        reported = token_logprobs(self._tokenizer, tokens)
+        return {"content": reported, "refusal": None} if reported else None
 
 
-class CompletionResponseWriter(ResponseWriter):
+class CompletionResponseWriter(OpenAIResponseWriter):
     """Responses of `/v1/completions`."""
 
     id_prefix, object_type, chunk_object_type = "cmpl", "text_completion", "text_completion"
 
-    def first_chunk(self, index: int) -> dict[str, Any] | None:
-        return self._chunk(index, {"text": self._prompts[index], "logprobs": None}) if self._prompts else None
+    def first_events(self, index: int, usage: Usage) -> Iterable[StreamEvent]:
+        if self._prompts:
+            yield self._chunk(index, {"text": self._prompts[index], "logprobs": None})
 
-    def delta_chunk(self, index: int, delta: SequenceDelta, before: AccumulatedAnswer) -> dict[str, Any]:
+    def delta_events(self, index: int, delta: SequenceDelta, before: AccumulatedAnswer) -> Iterable[StreamEvent]:
         offset = len(self._front(index)) + len(before.text)
-        return self._chunk(index, {"text": delta.text, "logprobs": self._logprobs(delta.prompt, delta.tokens, offset)})
+        yield self._chunk(index, {"text": delta.text, "logprobs": self._logprobs(delta.prompt, delta.tokens, offset)})
 
-    def last_chunk(self, index: int, reason: str) -> dict[str, Any]:
-        return self._chunk(index, {"text": "", "logprobs": None}, reason)
+    def end_events(self, index: int, end: SequenceEnd) -> Iterable[StreamEvent]:
+        yield self._chunk(index, {"text": "", "logprobs": None}, end.reason)
 
     def _choice(self, index: int, answer: AccumulatedAnswer) -> dict[str, Any]:
         front = self._front(index)
@@ -266,34 +278,58 @@ class CompletionResponseWriter(ResponseWriter):
 
 def _tool_call(call: ToolCall) -> dict[str, Any]:
     return {
-        "id": f"call_{secrets.token_hex(ID_BYTES)}",
+        "id": new_id("call"),
         "type": "function",
         "function": {"name": call.name, "arguments": call.arguments},
     }
+
+
+def token_logprobs(tokenizer: Any, tokens: Sequence[SampledToken]) -> list[dict[str, Any]]:
+    """OpenAI's log probabilities of those tokens for which they were asked."""
+
+    def one(token: int, logprob: float) -> dict[str, Any]:
+        text, raw = token_text(tokenizer, token)
+        return {"token": text, "logprob": _finite(logprob), "bytes": raw}
+
+    return [
+        {**one(sampled.token, sampled.logprob), "top_logprobs": [one(*likely) for likely in sampled.top_logprobs]}
+        for sampled in tokens
+        if sampled.logprob is not None
+    ]
+
+
+class EmbeddingResponseWriter(ResponseWriter):
+    """Responses of `/v1/embeddings`, which are never streamed."""
+
+    def __init__(self, model: str, is_base64: bool) -> None:
+        self._model = model
+        self._is_base64 = is_base64
+
+    def body(self, answers: Sequence[AccumulatedAnswer], usage: Usage) -> dict[str, Any]:
+        found = [
+            {"object": "embedding", "index": index, "embedding": self._encoded(answer.embedding)}
+            for index, answer in enumerate(answers)
+        ]
+        tokens = {"prompt_tokens": usage.prompt_tokens, "total_tokens": usage.prompt_tokens}
+        return {"object": "list", "data": found, "model": self._model, "usage": tokens}
+
+    def _encoded(self, vector: Sequence[float]) -> Sequence[float] | str:
+        return b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode() if self._is_base64 else vector
+
+
+def new_id(kind: str, separator: str = "_") -> str:
+    """A random id, such as `call_5f…`."""
+    return f"{kind}{separator}{secrets.token_hex(ID_BYTES)}"
 
 
 def _finite(logprob: float) -> float:
     return max(logprob, MIN_LOGPROB)
 
 
-@dataclass(frozen=True)
-class ResponseChunk:
-    """A chunk of a streamed response, in OpenAI's form."""
-
-    body: dict[str, Any]
-
-
-@dataclass(frozen=True)
-class ResponseDetail:
-    """An update on the route or the timing, for clients that ask for details; see `docs/gateway.md`."""
-
-    body: dict[str, Any]
-
-
 async def stream_response(
-    group: SequenceGroup, writer: ResponseWriter, include_usage: bool
-) -> AsyncGenerator[ResponseChunk | ResponseDetail]:
-    """The response piece by piece.
+    group: SequenceGroup, writer: ResponseWriter, with_details: bool
+) -> AsyncGenerator[StreamEvent]:
+    """The response piece by piece, with its details as events named `swarm` if they are requested.
 
     Raises:
         SwarmError: the response cannot be completed.
@@ -302,25 +338,36 @@ async def stream_response(
     started: set[int] = set()
     async with aclosing(group.events()) as events:
         async for index, event in events:
-            if isinstance(event, SequenceProvisional):
-                yield ResponseDetail({"kind": "provisional", "index": index, "text": event.text})
-                continue
             if not isinstance(event, SequenceDelta | SequenceEnd):
-                if (detail := route_detail(event)) is not None:
-                    yield ResponseDetail(detail)
+                if with_details and (detail := _detail(index, event)) is not None:
+                    yield _detail_event(detail)
                 continue
-            # Only once there is output: when a response has begun, an error can no longer set its status.
-            if index not in started and (first := writer.first_chunk(index)) is not None:
-                yield ResponseChunk(first)
-            started.add(index)
+            if index not in started:
+                started.add(index)
+                for written in writer.first_events(index, group.usage):
+                    yield written
             if isinstance(event, SequenceDelta):
-                yield ResponseChunk(writer.delta_chunk(index, event, answers[index]))
+                for written in writer.delta_events(index, event, answers[index]):
+                    yield written
                 answers[index].add_delta(event)
             else:
-                yield ResponseChunk(writer.last_chunk(index, event.reason))
-    if include_usage:
-        yield ResponseChunk(writer.usage_chunk(group_usage(group)))
-    yield ResponseDetail(group.summary())
+                for written in writer.end_events(index, event):
+                    yield written
+    for written in writer.last_events(group.usage):
+        yield written
+    if with_details:
+        yield _detail_event(group.summary())
+
+
+def _detail(index: int, event: SequenceEvent) -> dict[str, Any] | None:
+    """What is told of an event that has no output, to clients that ask for details; see `docs/gateway.md`."""
+    if isinstance(event, SequenceProvisional):
+        return {"kind": "provisional", "index": index, "text": event.text}
+    return route_detail(event)
+
+
+def _detail_event(detail: Mapping[str, Any]) -> StreamEvent:
+    return StreamEvent(detail, "swarm")
 
 
 async def complete_response(group: SequenceGroup, writer: ResponseWriter, *, with_details: bool) -> dict[str, Any]:
@@ -335,16 +382,13 @@ async def complete_response(group: SequenceGroup, writer: ResponseWriter, *, wit
         async for index, event in events:
             if isinstance(event, SequenceDelta):
                 answers[index].add_delta(event)
+            elif isinstance(event, SequenceEmbedding):
+                answers[index].embedding = event.vector
             elif isinstance(event, SequenceEnd):
-                answers[index].reason = event.reason
+                answers[index].end = event
             elif (detail := route_detail(event)) is not None:
                 details.append(detail)
     details.append(group.summary())
     # In a thread: the log probabilities of a long answer are some hundred thousand tokens to decode.
-    body = await asyncio.to_thread(writer.body, answers, group_usage(group))
+    body = await asyncio.to_thread(writer.body, answers, group.usage)
     return {**body, "swarm": details} if with_details else body
-
-
-def group_usage(group: SequenceGroup) -> dict[str, Any]:
-    """OpenAI's `usage` of a request so far."""
-    return usage_object(group.prompt_tokens, group.completion_tokens, group.cached_tokens)

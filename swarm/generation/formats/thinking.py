@@ -76,6 +76,11 @@ class ThinkingParser:
         self._held = ""
         self._has_thought = False
 
+    @property
+    def is_inside(self) -> bool:
+        """Whether what comes next belongs to a thought."""
+        return self._state is _ParserState.THOUGHT
+
     def feed(self, text: str) -> tuple[str, str]:
         """Add text, and return the thoughts and the content that are now certain."""
         self._held += text

@@ -11,6 +11,7 @@ Laws of the parser:
 from __future__ import annotations
 
 import enum
+import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -169,6 +170,15 @@ class ToolCall:
 
     name: str
     arguments: str
+
+    @property
+    def parsed_arguments(self) -> dict[str, Any]:
+        """The arguments as an object; empty if they were cut off."""
+        try:
+            parsed = json.loads(self.arguments)
+        except (ValueError, RecursionError):
+            return {}
+        return parsed if isinstance(parsed, dict) else {}
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from typing import Literal
 
 import torch
 from huggingface_hub import HfApi, constants, hf_hub_download, try_to_load_from_cache
@@ -48,6 +49,10 @@ _NO_TOWER = re.compile(
     r"(?:model\.)?(?:language_model|text_model)\..+|lm_head\..+|(?:model\.)?(?:embed_tokens|norm)\..+|(?:.+\.)?mtp.+"
 )
 _IN_WRAPPER = re.compile(r"(?:model\.)?(?:language_model|text_model)\.(.+)")
+POOLING_FILE = "1_Pooling/config.json"
+"""Where sentence-transformers keeps how embeddings are made."""
+
+Pooling = Literal["mean", "last"]
 DEMO_FOLDER = Path(__file__).parents[1] / "demo"
 """The small trained model that comes with the package."""
 
@@ -253,6 +258,17 @@ class Checkpoint:
         if problem := config_limits.generation_problem(lambda name: getattr(found, name, None)):
             raise CheckpointError(f"{path.name} of {self.source} cannot be used: {problem}")
         return found
+
+    def pooling(self) -> Pooling:
+        """How the states of a text become its embedding: as the model's authors say in a file, or else their mean."""
+        try:
+            asked = json.loads(read_small(self.fetch(POOLING_FILE), config_limits.MAX_CONFIG_BYTES))
+        except EntryNotFoundError:
+            return "mean"
+        except (OSError, ValueError, RecursionError) as error:
+            raise CheckpointError(f"{POOLING_FILE} of {self.source} cannot be used: {first_line(error)}") from error
+        is_last = isinstance(asked, dict) and asked.get("pooling_mode_lasttoken") is True
+        return "last" if is_last else "mean"
 
 
 def open_checkpoint(

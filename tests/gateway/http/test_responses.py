@@ -8,15 +8,15 @@ from collections.abc import AsyncGenerator, Iterable
 import pytest
 
 from swarm.gateway.http.responses import (
-    KEEP_ALIVE_COMMENT,
+    SIGN_OF_LIFE,
     ClientDisconnected,
-    EventStreamResponse,
+    StreamResponse,
     begun,
     cancel_on_disconnect,
-    encode_event,
     kept_alive,
 )
 from swarm.gateway.openai.api_errors import BadRequest, ServiceUnavailable
+from swarm.gateway.openai.dialect import Dialect, StreamEvent
 from tests import virtual_time
 from tests.gateway.http.fake_client import Client, run
 
@@ -54,16 +54,20 @@ def test_work_that_is_done_or_fails():
     run(work)
 
 
+DIALECT = Dialect()
+A, B = StreamEvent({"a": 1}), StreamEvent({"b": 2})
+
+
 class Stream:
     """A stream of events, and how it ended."""
 
-    def __init__(self, events: Iterable[bytes | Exception], waits: bool = False) -> None:
+    def __init__(self, events: Iterable[StreamEvent | Exception], waits: bool = False) -> None:
         self.closed = False
         self.over: list[bool] = []
         self._events = list(events)
         self._waits = waits
 
-    async def events(self) -> AsyncGenerator[bytes]:
+    async def events(self) -> AsyncGenerator[StreamEvent]:
         try:
             for one in self._events:
                 if isinstance(one, Exception):
@@ -79,15 +83,17 @@ class Stream:
             assert self.closed
             self.over.append(was_read)
 
-        await EventStreamResponse(self.events(), send_timeout_s, over)(client.scope, client.receive, client.send)
+        response = StreamResponse(self.events(), DIALECT, send_timeout_s, over)
+        await response(client.scope, client.receive, client.send)
 
 
 def test_a_stream_is_sent_as_it_comes():
     async def work() -> None:
-        client, stream = Client(), Stream([b"a", b"b"])
+        client, stream = Client(), Stream([A, B])
         await stream.send_to(client)
-        assert [message.get("body") for message in client.got] == [None, b"a", b"b", b""]
-        assert [message.get("more_body") for message in client.got] == [None, True, True, False]
+        bodies = [message.get("body") for message in client.got]
+        assert bodies == [None, DIALECT.event(A), DIALECT.event(B), b"data: [DONE]\n\n", b""]
+        assert [message.get("more_body") for message in client.got] == [None, True, True, True, False]
         assert stream.over == [True]
 
     run(work)
@@ -95,10 +101,10 @@ def test_a_stream_is_sent_as_it_comes():
 
 def test_an_error_in_the_middle_is_an_event():
     async def work() -> None:
-        client, stream = Client(), Stream([b"a", ServiceUnavailable("gone", code="x")])
+        client, stream = Client(), Stream([A, ServiceUnavailable("gone", code="x")])
         await stream.send_to(client)
         failure = {"message": "gone", "type": "server_error", "param": None, "code": "x"}
-        assert client.body == b"a" + encode_event({"error": failure})
+        assert client.body == DIALECT.event(A) + DIALECT.event(StreamEvent({"error": failure}))
         assert stream.over == [True]
 
     run(work)
@@ -106,9 +112,9 @@ def test_an_error_in_the_middle_is_an_event():
 
 def test_a_bug_in_the_middle_is_an_event_without_its_details():
     async def work() -> None:
-        client, stream = Client(), Stream([b"a", KeyError("secret")])
+        client, stream = Client(), Stream([A, KeyError("secret")])
         await stream.send_to(client)
-        assert client.body.startswith(b'adata: {"error":{"message":"the gateway failed')
+        assert client.body.startswith(DIALECT.event(A) + b'data: {"error":{"message":"the gateway failed')
         assert b"secret" not in client.body
         assert (stream.closed, stream.over) == (True, [True])
 
@@ -117,7 +123,7 @@ def test_a_bug_in_the_middle_is_an_event_without_its_details():
 
 def test_a_client_that_disconnects_ends_the_stream():
     async def work() -> None:
-        client, stream = Client(), Stream([b"a"], waits=True)
+        client, stream = Client(), Stream([A], waits=True)
         sending = asyncio.ensure_future(stream.send_to(client))
         while not client.body:
             await asyncio.sleep(0)
@@ -130,7 +136,7 @@ def test_a_client_that_disconnects_ends_the_stream():
 
 def test_a_client_that_reads_nothing_ends_the_stream():
     async def work() -> None:
-        client, stream = Client(), Stream([b"a", b"b"], waits=True)
+        client, stream = Client(), Stream([A, B], waits=True)
         client.takes = 2
         await stream.send_to(client, send_timeout_s=0.01)
         assert len(client.got) == 2
@@ -141,17 +147,17 @@ def test_a_client_that_reads_nothing_ends_the_stream():
 
 def test_a_silent_stream_is_kept_alive():
     async def work() -> None:
-        async def silent() -> AsyncGenerator[bytes]:
+        async def silent() -> AsyncGenerator[StreamEvent]:
             for seconds in (0.05, 40, 1):
                 await asyncio.sleep(seconds)
-                yield b"a"
+                yield A
 
-        wait = KEEP_ALIVE_COMMENT
-        assert [one async for one in kept_alive(silent(), 0.1)] == [b"", b"a", wait, wait, b"a", b"a"]
-        stream = Stream([b"a"], waits=True)
+        wait = SIGN_OF_LIFE
+        assert [one async for one in kept_alive(silent(), 0.1)] == [wait, A, wait, wait, A, A]
+        stream = Stream([A], waits=True)
         kept = kept_alive(stream.events(), 0.1)
         await begun(kept)
-        assert [await anext(kept), await anext(kept)] == [b"a", wait]
+        assert [await anext(kept), await anext(kept)] == [A, wait]
         await kept.aclose()
         assert stream.closed
 
@@ -162,17 +168,17 @@ def test_a_stream_begins_before_its_first_event():
     """But not before an error that can still set its status."""
 
     async def work() -> None:
-        async def slow() -> AsyncGenerator[bytes]:
+        async def slow() -> AsyncGenerator[StreamEvent]:
             await asyncio.sleep(5)
-            yield b"a"
+            yield A
 
         kept = kept_alive(slow(), 0.1)
         await begun(kept)
         assert asyncio.get_running_loop().time() == pytest.approx(0.1)
-        assert [one async for one in kept] == [KEEP_ALIVE_COMMENT, b"a"]
+        assert [one async for one in kept] == [SIGN_OF_LIFE, A]
         with pytest.raises(BadRequest):
             await begun(kept_alive(Stream([BadRequest("no")]).events(), 0.1))
-        stream = Stream([b"a"], waits=True)
+        stream = Stream([A], waits=True)
         kept = kept_alive(stream.events(), 0.1)
         await begun(kept)
         await kept.aclose()  # the client has gone before anything was sent
@@ -182,5 +188,5 @@ def test_a_stream_begins_before_its_first_event():
 
 
 def test_events():
-    assert encode_event({"a": 1}) == b'data: {"a":1}\n\n'
-    assert encode_event({"a": "x\ny"}, "swarm") == b'event: swarm\ndata: {"a":"x\\ny"}\n\n'
+    assert DIALECT.event(A) == b'data: {"a":1}\n\n'
+    assert DIALECT.event(StreamEvent({"a": "x\ny"}, "swarm")) == b'event: swarm\ndata: {"a":"x\\ny"}\n\n'

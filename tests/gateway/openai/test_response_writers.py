@@ -10,19 +10,17 @@ import pytest
 from swarm.client.routes.events import BlocksMissing, RouteTaken
 from swarm.data_structures import Hop, Route, Span
 from swarm.errors import MissingBlocks
-from swarm.gateway.generation_endpoints import encoded_events
-from swarm.gateway.http.responses import KEEP_ALIVE_COMMENT, encode_event
+from swarm.gateway.openai.dialect import StreamEvent
 from swarm.gateway.openai.response_writers import (
     AccumulatedAnswer,
     ChatResponseWriter,
     CompletionResponseWriter,
-    ResponseChunk,
-    ResponseDetail,
     complete_response,
     stream_response,
 )
 from swarm.generation.sampling import SampledToken
 from swarm.generation.sequence_generation import PromptProgress, SequenceEnd, SequenceFailed
+from swarm.generation.sequence_group import Usage
 from swarm.generation.sequence_output import SequenceDelta
 from tests.generation.fake_generation import make_group
 from tests.infos import server_info
@@ -45,7 +43,7 @@ def reported(prompt, tokens, echo):
     answer.add_delta(SequenceDelta("", prompt=prompt))
     answer.add_delta(SequenceDelta("", tokens=tokens))
     writer = CompletionResponseWriter("m", Letters(), echo)
-    (choice,) = writer.body([answer], {})["choices"]
+    (choice,) = writer.body([answer], Usage(0, 0, 0, 0, 0.0, None))["choices"]
     return choice["logprobs"]
 
 
@@ -74,35 +72,37 @@ __all__ = ["make_group"]
 ROUTE = Route((Hop(server_info(0, 4, "abcdefgh", name="ann"), Span(0, 4)),))
 
 
+async def written(group, with_details):
+    return [event async for event in stream_response(group, ChatResponseWriter("m", None), with_details)]
+
+
 def test_a_response_does_not_begin_while_blocks_are_missing(make_group):
     async def work() -> None:
         one = make_group(1)
         (sequence,) = one._generations
         for news in (RouteTaken(ROUTE), BlocksMissing((1,)), SequenceFailed(MissingBlocks((1,)))):
             sequence.on_event(news)
-        told: list[ResponseChunk | ResponseDetail] = []
+        told: list[StreamEvent] = []
 
         async def read() -> None:
-            async for part in stream_response(one, ChatResponseWriter("m", None), include_usage=False):
-                told.append(part)
+            async for event in stream_response(one, ChatResponseWriter("m", None), with_details=True):
+                told.append(event)
 
         with pytest.raises(MissingBlocks):
             await read()
-        assert [part.body["kind"] for part in told if isinstance(part, ResponseDetail)] == ["route", "missing"]
-        assert not any(isinstance(part, ResponseChunk) for part in told)
+        assert [(event.name, event.body["kind"]) for event in told] == [("swarm", "route"), ("swarm", "missing")]
 
     asyncio.run(work())
 
 
 @pytest.mark.parametrize("with_details", [True, False])
-def test_a_stream_begins_while_a_long_prompt_is_computed(make_group, with_details):
+def test_details_are_told_to_those_who_ask(make_group, with_details):
     async def work() -> None:
         one = make_group(1)
         for news in (RouteTaken(ROUTE), PromptProgress(512, 8000), SequenceEnd("stop", 1)):
             one._generations[0].on_event(news)
-        events = [event async for event in encoded_events(one, ChatResponseWriter("m", None), False, with_details)]
-        detail = encode_event({"kind": "prompt", "computed": 512, "tokens": 8000}, "swarm")
-        assert events[with_details] == (detail if with_details else KEEP_ALIVE_COMMENT)
+        details = [event.body["kind"] for event in await written(one, with_details) if event.name == "swarm"]
+        assert details == (["route", "prompt", "done"] if with_details else [])
 
     asyncio.run(work())
 
@@ -111,12 +111,8 @@ def test_an_empty_answer_still_begins(make_group):
     async def work() -> None:
         one = make_group(1)
         one._generations[0].on_event(SequenceEnd("stop", 1))
-        parts = [
-            part.body
-            async for part in stream_response(one, ChatResponseWriter("m", None), include_usage=False)
-            if isinstance(part, ResponseChunk)
-        ]
-        assert [part["choices"][0]["delta"] for part in parts] == [{"role": "assistant", "content": ""}, {}]
+        deltas = [event.body["choices"][0]["delta"] for event in await written(one, with_details=False)]
+        assert deltas == [{"role": "assistant", "content": ""}, {}]
 
     asyncio.run(work())
 

@@ -1,0 +1,112 @@
+"""Answers as blocks, as Anthropic's Messages and OpenAI's Responses have them: thoughts, texts and tool calls."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
+
+from swarm.gateway.openai.dialect import StreamEvent
+from swarm.gateway.openai.response_writers import AccumulatedAnswer, ResponseWriter, new_id
+from swarm.generation.sampling import SampledToken
+from swarm.generation.sequence_generation import SequenceEnd
+from swarm.generation.sequence_group import Usage
+from swarm.generation.sequence_output import SequenceDelta
+
+BlockKind = Literal["thought", "text", "call"]
+
+
+@dataclass
+class Block:
+    """A part of an answer.
+
+    Attributes:
+        content: the thought, the text, or the call's arguments, so far.
+        name: the function that is called; empty in other blocks.
+        is_whole: whether it ended by itself, rather than being cut off.
+        tokens: of a text, if log probabilities are asked for.
+        new_tokens: the last of them.
+    """
+
+    kind: BlockKind
+    id: str
+    index: int
+    content: str = ""
+    name: str = ""
+    is_whole: bool = True
+    tokens: list[SampledToken] = field(default_factory=list)
+    new_tokens: Sequence[SampledToken] = ()
+
+
+class BlockWriter(ResponseWriter):
+    """Writes a single answer as blocks, one after the other.
+
+    Attributes:
+        blocks: of the answer so far.
+    """
+
+    id_prefixes: ClassVar[dict[BlockKind, str]]
+
+    def __init__(self) -> None:
+        self.blocks: list[Block] = []
+        self._open: Block | None = None
+        self._blanks = ""  # before a text, which may turn out to be none
+
+    def body(self, answers: Sequence[AccumulatedAnswer], usage: Usage) -> dict[str, Any]:
+        (answer,) = answers
+        whole = SequenceDelta(answer.text, tuple(answer.calls), tuple(answer.tokens), "".join(answer.thoughts))
+        for _ in (*self.delta_events(0, whole, AccumulatedAnswer()), *self.close_events(answer.end)):
+            pass
+        return self.object(answer.end, usage)
+
+    def delta_events(self, index: int, delta: SequenceDelta, before: AccumulatedAnswer) -> Iterable[StreamEvent]:
+        if delta.thought:
+            yield from self._grow("thought", delta.thought)
+        if text := self._blanks + delta.text:
+            is_inside = self._open is not None and self._open.kind == "text"
+            self._blanks = text if text.isspace() and not is_inside else ""
+            if not self._blanks:
+                yield from self._grow("text", text, tokens=delta.tokens)
+        for call in delta.calls:
+            self._blanks = ""
+            yield from self._grow("call", call.arguments, call.name)
+
+    def close_events(self, end: SequenceEnd | None) -> Iterable[StreamEvent]:
+        """What ends the block that is open."""
+        if not self.blocks:
+            yield from self._grow("text", self._blanks)  # an answer has at least one
+        if self._open is not None:
+            self._open.is_whole = end is None or end.reason != "length"
+            yield from self.block_end(self._open)
+            self._open = None
+
+    @abstractmethod
+    def object(self, end: SequenceEnd | None, usage: Usage) -> dict[str, Any]:
+        """The whole response; `end` is None as long as it goes on."""
+
+    @abstractmethod
+    def block_start(self, block: Block) -> Iterable[StreamEvent]:
+        """What begins a block, which is empty yet."""
+
+    @abstractmethod
+    def block_delta(self, block: Block, more: str) -> Iterable[StreamEvent]:
+        """What is added to a block."""
+
+    @abstractmethod
+    def block_end(self, block: Block) -> Iterable[StreamEvent]:
+        """What ends a block."""
+
+    def _grow(
+        self, kind: BlockKind, more: str, name: str = "", tokens: Sequence[SampledToken] = ()
+    ) -> Iterable[StreamEvent]:
+        if self._open is None or self._open.kind != kind or kind == "call":
+            if self._open is not None:
+                yield from self.block_end(self._open)
+            self._open = Block(kind, new_id(self.id_prefixes[kind]), len(self.blocks), name=name)
+            self.blocks.append(self._open)
+            yield from self.block_start(self._open)
+        self._open.content += more
+        self._open.tokens += tokens
+        self._open.new_tokens = tokens
+        yield from self.block_delta(self._open, more)

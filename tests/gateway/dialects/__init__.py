@@ -1,0 +1,1 @@
+"""Other interfaces than OpenAI's completions."""
