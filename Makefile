@@ -15,7 +15,7 @@ WORKERS ?= 2
 # What fails is tried once more at the end, alone.
 PYTEST := $(BIN)/python -m scripts.run_tests -n $(WORKERS) --dist worksteal
 
-.PHONY: demo serve test test-slow test-all check lint types imports unit programs soak fuzz bench gpu models format clean
+.PHONY: demo serve test test-slow test-all check lint types imports unit programs soak fuzz bench gpu clients models format clean
 
 demo: $(VENV)/runtime
 	$(BIN)/swarm demo
@@ -91,6 +91,10 @@ gpu:
 	    2>/dev/null; then exec $$python -m benchmarks.gpu $(GPU_ARGS); fi; \
 	done; \
 	$(MAKE) $(VENV)/runtime && exec $(BIN)/python -m benchmarks.gpu $(GPU_ARGS)
+
+# Programs of others with a gateway: installs them, tries them, and puts the table into docs/gateway.md.
+clients: $(VENV)/dev
+	$(BIN)/python -m scripts.clients --write $(CLIENTS)
 
 # docs/models.md: which families and formats are served, and how that is known.
 models: $(VENV)/dev

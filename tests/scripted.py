@@ -31,7 +31,9 @@ CHAT_TEMPLATE = (
 """Ends with the last message: its last word decides what comes next."""
 
 
-def make_scripted(folder: Path, scripts: Mapping[str, str], chat_template: str | None = None) -> Path:
+def make_scripted(
+    folder: Path, scripts: Mapping[str, str], chat_template: str | None = None, context: int = CONTEXT
+) -> Path:
     """Write the checkpoint of a model that says `scripts[word]`, then ends, after a prompt that ends with `word`.
 
     What `scripts[""]` says follows after any other prompt; without it, nothing does. In prompts a token is a byte, or
@@ -39,15 +41,16 @@ def make_scripted(folder: Path, scripts: Mapping[str, str], chat_template: str |
 
     Args:
         chat_template: instead of the usual one. What it makes has to end with the last message.
+        context: tokens that the model reads at once.
     """
     vocabulary = {character: number for number, character in enumerate(sorted(_byte_characters().values()))}
     specials = [END, *(f"<|{role}|>" for role in ROLES)]
     words = [word for word in scripts if word]
     chains = {text: _cut(text, vocabulary, reserved={*specials, *words}) for text in dict.fromkeys(scripts.values())}
-    tokenizer = _tokenizer(vocabulary, specials, words, chat_template)
+    tokenizer = _tokenizer(vocabulary, specials, words, chat_template, context)
     successors = _successors(tokenizer, scripts, chains)
     tokenizer.save_pretrained(folder)
-    _model(successors, tokenizer.eos_token_id).save_pretrained(folder)
+    _model(successors, tokenizer.eos_token_id, context).save_pretrained(folder)
     return folder
 
 
@@ -89,7 +92,7 @@ def _cut(text: str, vocabulary: dict[str, int], reserved: set[str]) -> list[int]
 
 
 def _tokenizer(
-    vocabulary: dict[str, int], specials: list[str], words: list[str], chat_template: str | None
+    vocabulary: dict[str, int], specials: list[str], words: list[str], chat_template: str | None, context: int
 ) -> PreTrainedTokenizerFast:
     """Byte-level, without merges: no prompt holds a script's token."""
     backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
@@ -102,7 +105,7 @@ def _tokenizer(
         eos_token=END,
         pad_token=END,
         chat_template=CHAT_TEMPLATE if chat_template is None else chat_template,
-        model_max_length=CONTEXT,
+        model_max_length=context,
         clean_up_tokenization_spaces=False,
     )
 
@@ -122,7 +125,7 @@ def _successors(
     return successors
 
 
-def _model(successors: list[int], end: int) -> LlamaForCausalLM:
+def _model(successors: list[int], end: int, context: int) -> LlamaForCausalLM:
     tokens = len(successors)
     hidden = -(-tokens // 64) * 64
     config = LlamaConfig(
@@ -133,7 +136,7 @@ def _model(successors: list[int], end: int) -> LlamaForCausalLM:
         num_attention_heads=2,
         num_key_value_heads=1,
         head_dim=16,
-        max_position_embeddings=CONTEXT,
+        max_position_embeddings=context,
         tie_word_embeddings=False,
         bos_token_id=None,
         eos_token_id=end,

@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -18,6 +19,7 @@ from tests.slow import slow_except
 from tests.waiting import wait_until
 
 NOBODY = "/ip4/127.0.0.1/tcp/9/p2p/QmNLei78zWmzUdbeRB3CiUfAizWUrbeeZh5K1rhAQKCh51"
+PAGE = Path(__file__).parents[2] / "docs" / "gateway.md"
 DEMO = [sys.executable, "-m", "swarm.cli", "demo"]
 
 
@@ -65,7 +67,7 @@ def test_an_ended_demo_leaves_nothing_running(number: signal.Signals) -> None:
 
 
 def test_the_demo_can_be_tried_until_it_is_interrupted() -> None:
-    """A chat page, the monitor, and answers with and without a tool."""
+    """A chat page, the monitor, answers with and without a tool, and the examples of the documentation."""
     with subprocess.Popen([*DEMO, "--serve", "--port", "0"], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         line = next(line for line in process.stdout if line.startswith("Chat in your browser"))
@@ -79,6 +81,12 @@ def test_the_demo_can_be_tried_until_it_is_interrupted() -> None:
             tool = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
             reply = client.chat.completions.create(tools=[tool], tool_choice="required", max_tokens=60, **asked)
             assert [call.function.name for call in reply.choices[0].message.tool_calls or ()] == ["look"]
+        for example in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL):
+            code = example.replace("http://127.0.0.1:8000", url)
+            printed = subprocess.run(
+                [sys.executable, "-c", code], stdout=subprocess.PIPE, timeout=120, check=True
+            ).stdout
+            assert printed.strip()
         process.send_signal(signal.SIGINT)
         process.communicate(timeout=60)
         assert process.returncode == 0

@@ -16,7 +16,7 @@ from swarm.client.routes.route_source import MIN_ROUTES_TRIED, MissingBlocksWait
 from swarm.client.wire.packed_hidden import PackedHidden
 from swarm.client.wire.reply_checks import describe_hop
 from swarm.data_structures import Route, Span
-from swarm.errors import AdapterRefused, CacheFull, MissingBlocks, NotFiniteOutputs, PeerLost, RemoteError
+from swarm.errors import CacheFull, MissingBlocks, NotFiniteOutputs, PeerLost, RemoteError
 from swarm.protocol import messages
 
 
@@ -61,7 +61,7 @@ class HopOpener:
         self._full: dict[str, CacheFull] = {}
         """Servers without room, while the caller waits for that itself."""
         self._refusers: dict[str, RemoteError] = {}
-        """Servers that refuse the session's adapter, and why. If others take it, they alone think so."""
+        """Servers that say that every server would refuse, and why. If others take the session, they were wrong."""
 
     async def find(
         self,
@@ -194,8 +194,8 @@ class HopOpener:
         return None
 
     def report_failure(self, hop: HopSession, error: RemoteError) -> RemoteError:
-        """Report the server; but if it refuses the adapter, only when another one has taken that."""
-        if isinstance(error, AdapterRefused):
+        """Report the server; but if it says that every server would refuse, only when another one has not."""
+        if not is_worth_another_server(error):
             self._refusers[hop.peer_id] = error
         elif not self._note_full(hop, error):
             self._routes.report_failure(hop.peer_id, error)

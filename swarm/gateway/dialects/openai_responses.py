@@ -81,18 +81,20 @@ class InputItem(Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=
     output: Content = ""
     summary: Any = None
     encrypted_content: Any = None
+    namespace: Any = None
     status: Any = None
     phase: Any = None
 
 
 class Tool(Struct, forbid_unknown_fields=True):
-    """A function that the model may call. Functions are the only type."""
+    """A function that the model may call, or a namespace with several of them."""
 
-    type: Literal["function"]
+    type: Literal["function", "namespace"]
     name: FunctionNameText
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
+    tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] | None = None
 
 
 class NamedTool(Struct, forbid_unknown_fields=True):
@@ -163,8 +165,14 @@ class ResponsesRequest(Struct, kw_only=True):
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     include: list[str] | None = None
     metadata: dict[str, str] | None = None
-    # Changes no answer.
+    # Change no answer.
+    client_metadata: Any = None
     max_tool_calls: Any = None
+
+    @property
+    def namespaces(self) -> dict[str, str]:
+        """The namespaces of those functions that are in one."""
+        return {one.name: tool.name for tool in self.tools or () for one in tool.tools or ()}
 
     @property
     def items(self) -> list[InputItem]:
@@ -187,7 +195,7 @@ class ResponsesRequest(Struct, kw_only=True):
             max_tokens=self.max_output_tokens,
             temperature=self.temperature,
             top_p=self.top_p,
-            tools=[_tool(tool) for tool in self.tools or ()],
+            tools=[_tool(one) for tool in self.tools or () for one in tool.tools or (tool,)],
             tool_choice=_choice(self.tool_choice) if isinstance(self.tool_choice, Choice) else self.tool_choice,
             parallel_tool_calls=self.parallel_tool_calls,
             reasoning_effort=self.reasoning.effort if self.reasoning is not None else None,
@@ -393,7 +401,8 @@ class ResponsesWriter(BlockWriter):
         if block.kind == "call":
             call_id = f"call_{block.id.partition('_')[2]}"
             call = {"call_id": call_id, "name": block.name, "arguments": block.content}
-            return {"type": "function_call", **head, **call}
+            space = self._request.namespaces.get(block.name)
+            return {"type": "function_call", **head, **call, **({"namespace": space} if space else {})}
         content = {"content": [self._part(block)]}
         if block.kind == "thought":
             return {"type": "reasoning", **head, "summary": [], **content}

@@ -86,6 +86,12 @@ def test_responses_are_kept_unless_the_request_says_otherwise(client):
             ask(client, **{"said": "12", **gone})
 
 
+def test_functions_may_be_in_a_namespace(client):
+    space: Any = {"type": "namespace", "name": "outside", "description": "The world.", "tools": TOOLS}
+    calls = [item for item in ask(client, "weather?", tools=[space]).output if item.type == "function_call"]
+    assert [(call.namespace, call.name) for call in calls] == [("outside", "weather")] * 2
+
+
 def test_an_answer_that_is_cut_off_is_incomplete(client):
     for answer in (ask, streamed):
         said = answer(client, "12", max_output_tokens=2)
