@@ -17,19 +17,15 @@ from swarm.gateway.dialects.anthropic_messages import AnthropicDialect
 from swarm.gateway.dialects.ollama import (
     INTERFACE_VERSION,
     OllamaDialect,
-    ShowRequest,
     listed_model,
     running_model,
-    shown_model,
 )
 from swarm.gateway.dialects.openai_responses import ResponsesDialect
 from swarm.gateway.gateway_state import GatewayState
 from swarm.gateway.generation_endpoints import GenerationEndpoints
 from swarm.gateway.http.middleware import AccessLog, RequestDraining
-from swarm.gateway.http.request_body import read_body
 from swarm.gateway.http.responses import JsonResponse, error_response, with_error_responses
 from swarm.gateway.openai.api_errors import ApiError, MethodNotAllowed, NotFound
-from swarm.gateway.openai.request_schema import decode_request
 from swarm.gateway.openai.response_writers import model_object
 from swarm.gateway.request_readers import RequestReaders
 from swarm.gateway.tokenizer_endpoints import TokenizerEndpoints
@@ -79,15 +75,6 @@ class InfoEndpoints:
         await authenticate(self._gateway, request.headers)
         return JsonResponse({"models": [running_model(model) for model in self._gateway.models.values()]})
 
-    async def ollama_model(self, request: Request) -> Response:
-        """`POST /api/show`."""
-        key = await authenticate(self._gateway, request.headers)
-        settings = self._gateway.settings
-        with self._gateway.request_room(key) as room:
-            body = await read_body(request, settings.max_request_bytes, settings.read_timeout_s, room)
-            asked: ShowRequest = decode_request(ShowRequest, body)
-            return JsonResponse(shown_model(self._gateway.model(asked.served_name)))
-
     async def ollama_version(self, request: Request) -> Response:
         """`GET /api/version`."""
         return JsonResponse({"version": INTERFACE_VERSION})
@@ -130,7 +117,7 @@ def make_app(gateway: GatewayState, more_routes: Sequence[BaseRoute] = (), check
         Route("/v1/responses/{id}", with_error_responses(generation.response), methods=["GET", "DELETE"]),
         Route("/v1/messages/count_tokens", count_tokens, methods=["POST"]),
         *_tokenizer_routes(tokenizers),
-        *_ollama_routes(info),
+        *_ollama_routes(info, tokenizers),
         Route("/healthz", with_error_responses(info.health)),
         Route("/readyz", with_error_responses(info.readiness)),
         Route("/metrics", with_error_responses(info.metrics)),
@@ -180,11 +167,11 @@ def _generation_routes(generation: GenerationEndpoints, readers: RequestReaders)
     return [Route(path, endpoint, methods=["POST"]) for path, endpoint in answered.items()]
 
 
-def _ollama_routes(info: InfoEndpoints) -> list[BaseRoute]:
+def _ollama_routes(info: InfoEndpoints, tokenizers: TokenizerEndpoints) -> list[BaseRoute]:
     told = {"tags": info.ollama_models, "ps": info.ollama_running, "version": info.ollama_version}
     return [
         *(Route(f"/api/{name}", with_error_responses(call, OllamaDialect)) for name, call in told.items()),
-        Route("/api/show", with_error_responses(info.ollama_model, OllamaDialect), methods=["POST"]),
+        Route("/api/show", with_error_responses(tokenizers.ollama_model, OllamaDialect), methods=["POST"]),
     ]
 
 

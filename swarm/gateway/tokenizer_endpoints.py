@@ -12,6 +12,7 @@ from starlette.responses import Response
 
 from swarm.gateway.access import authenticate, check_origin
 from swarm.gateway.dialects.anthropic_messages import CountRequest, read_messages_request
+from swarm.gateway.dialects.ollama import ShowRequest, shown_model
 from swarm.gateway.gateway_state import GatewayState
 from swarm.gateway.http.request_body import TOKEN_BYTES, read_body
 from swarm.gateway.http.responses import JsonResponse
@@ -114,7 +115,7 @@ def tokenizer_info(served: ServedModel) -> dict[str, Any]:
 
 
 class TokenizerEndpoints:
-    """Answers requests about the models' tokenizers. A request that names no model is about the first one.
+    """Answers requests about the models and their tokenizers. A request that names no model is about the first one.
 
     Args:
         gateway: the state that all requests share.
@@ -134,6 +135,10 @@ class TokenizerEndpoints:
     async def count_tokens(self, request: Request) -> Response:
         """`POST /v1/messages/count_tokens`, which is Anthropic's."""
         return await self._answer(request, self._count_tokens)
+
+    async def ollama_model(self, request: Request) -> Response:
+        """`POST /api/show`, which is Ollama's."""
+        return await self._answer(request, self._show)
 
     async def info(self, request: Request) -> Response:
         """`GET /tokenizer_info`, with the model's name as `?model=` if there are several."""
@@ -161,6 +166,10 @@ class TokenizerEndpoints:
     def _count_tokens(self, body: bytes) -> dict[str, Any]:
         asked = read_messages_request(body, CountRequest)
         return {"input_tokens": len(chat_prompt(asked, self._model(asked.model)))}
+
+    def _show(self, body: bytes) -> dict[str, Any]:
+        asked: ShowRequest = decode_request(ShowRequest, body)
+        return shown_model(self._gateway.model(asked.served_name))
 
     def _model(self, name: str) -> ServedModel:
         return self._gateway.model(name) if name else next(iter(self._gateway.models.values()))

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from swarm.errors import HubUnreachable
 from swarm.generation.errors import InvalidGenerationRequest
 from swarm.generation.formats.response_format import AnswerForm
 from swarm.generation.formats.thinking import ConstraintBehindThoughts, ThinkingParser, ThinkingSyntax, TokenConstraint
@@ -113,7 +114,13 @@ def embedding_sequences(served: ServedModel, prompts: Sequence[Prompt]) -> list[
 
     Raises:
         InvalidGenerationRequest: one is too long, or empty.
+        HubUnreachable: it is not known how this model's embeddings are made.
     """
+    if served.pooling is None:
+        raise HubUnreachable(
+            f"how embeddings of {served.name} are made stands in a file that is not on this machine, and the model hub "
+            "did not answer when the model was loaded; start again when it does"
+        )
     asked = SequenceRequest(max_tokens=0, pooling=served.pooling)
     return [_for_prompt(asked, served, _prompt_tokens(prompt, served), 0, "input") for prompt in prompts]
 

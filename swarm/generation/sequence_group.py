@@ -170,6 +170,7 @@ class SequenceGroup:
 
     @property
     def usage(self) -> Usage:
+        """What the request has taken so far."""
         thought_tokens = sum(generation.thought_tokens for generation in self._generations)
         started, first = self.timing.started_at, self.timing.first_token_at
         return Usage(

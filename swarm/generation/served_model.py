@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from functools import cached_property
 from importlib.util import find_spec
 from typing import Any
@@ -48,7 +49,7 @@ class ServedModel:
         name: what clients call it.
         model: the distributed model.
         prompts: makes tokens of conversations and texts.
-        pooling: how embeddings of texts are made.
+        pooling: how embeddings of texts are made; None if that is not known.
         no_images: why it takes no images here; empty if it does.
         drafts: what makes the drafts of each text.
         prefixes: what texts have left at servers.
@@ -61,7 +62,7 @@ class ServedModel:
     model: Any
     tokenizer: Any
     prompts: PromptProcess
-    pooling: Pooling = "mean"
+    pooling: Pooling | None = "mean"
     no_images: str = "this model takes no images; leave them out"
     drafts: list[DraftSource] = field(default_factory=list)
     prefixes: PrefixStore = field(default_factory=lambda: PrefixStore(default_bytes()))
@@ -97,6 +98,11 @@ class ServedModel:
             add_end_token(model, tokenizer.eos_token_id)  # which may be its class's, and in no file
             on_failure.pop_all()
         return cls(checkpoint.name, model, tokenizer, prompts, checkpoint.pooling(), _why_no_images(checkpoint))
+
+    @property
+    def created_at(self) -> str:
+        """When it was loaded, as in `2026-11-29T05:00:00+00:00`."""
+        return datetime.fromtimestamp(self.created, UTC).isoformat()
 
     def close(self) -> None:
         """Leave the swarm, and end the process that makes prompts."""

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, NoReturn
 
 import openai
 import pytest
 import torch
 
-from swarm.models.checkpoints.checkpoint import DEMO_FOLDER, POOLING_FILE
+from swarm.errors import HubUnreachable
+from swarm.generation.prompts import embedding_sequences
+from swarm.models.checkpoints.checkpoint import DEMO_FOLDER, POOLING_FILE, open_checkpoint
 from swarm.models.checkpoints.partial_loading import load_local_model
 from swarm.models.tokenizers.tokenizer import load_tokenizer
 from tests.gateways import run_gateway
@@ -38,6 +43,19 @@ def test_an_embedding_is_the_mean_of_the_last_states_with_length_one(client):
     for one, other in zip(reply.data, as_ids.data, strict=True):
         torch.testing.assert_close(torch.tensor(one.embedding), torch.tensor(other.embedding), atol=1e-4, rtol=0)
     assert client.models.retrieve("demo").swarm["embeddings"] == "mean"
+
+
+def test_a_model_is_loaded_without_the_hub_but_then_its_embeddings_are_not_known():
+    """The file is one more than generating takes: a machine without Internet has everything else."""
+
+    def unreachable(file: str) -> NoReturn:
+        raise HubUnreachable(f"the hub does not answer for {file}")
+
+    checkpoint = replace(open_checkpoint(DEMO_FOLDER), fetch=unreachable)
+    assert checkpoint.pooling() is None
+    served: Any = SimpleNamespace(name="m", pooling=checkpoint.pooling())
+    with pytest.raises(HubUnreachable, match="start again"):
+        embedding_sequences(served, ["Hi"])
 
 
 def test_what_cannot_be_embedded_is_refused(client):

@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import Meta, Struct
 
-from swarm.gateway.dialects.blocks import Block, BlockKind, BlockWriter
+from swarm.gateway.dialects.blocks import Block, BlockKind, BlockWriter, typed_event
 from swarm.gateway.openai.api_errors import ApiError
 from swarm.gateway.openai.dialect import Dialect, StreamEvent
 from swarm.gateway.openai.refused_fields import RefusedFields
@@ -32,10 +32,10 @@ from swarm.gateway.openai.request_schema import (
     TopK,
     check_chat_request,
     decode_request,
+    schema_format,
 )
 from swarm.gateway.openai.response_writers import new_id
 from swarm.generation.formats.tool_calls import ToolCall
-from swarm.generation.sequence_generation import SequenceEnd
 from swarm.generation.sequence_group import Usage
 
 CHANGING_HEADER = "x-anthropic-billing-header:"
@@ -133,6 +133,10 @@ class Tool(Struct, forbid_unknown_fields=True):
     cache_control: Any = None
     eager_input_streaming: Any = None
 
+    def definition(self) -> ToolDefinition:
+        """The same tool as OpenAI's chat completions have it."""
+        return ToolDefinition(FunctionDefinition(self.name, self.description, self.input_schema, self.strict))
+
 
 class Choice(Struct, forbid_unknown_fields=True):
     """Which tools have to be called."""
@@ -190,11 +194,11 @@ class CountRequest(Struct, kw_only=True):
         return ChatRequest(
             model=self.model,
             messages=list(_chat_messages(self.system, self.messages)),
-            tools=[ToolDefinition(FunctionDefinition(*_described(tool))) for tool in self.tools or ()],
+            tools=[tool.definition() for tool in self.tools or ()],
             tool_choice=named or {"any": "required", "none": "none"}.get(choice.type, "auto"),  # type: ignore[arg-type]
             parallel_tool_calls=False if choice.disable_parallel_tool_use else None,
             reasoning_effort=_effort(self.thinking, self.output_config),
-            response_format={"type": "json_schema", "json_schema": {"schema": form.schema}} if form else None,
+            response_format=schema_format(form.schema) if form is not None else None,
             continue_final_message=continues,
             add_generation_prompt=not continues,
         )
@@ -227,10 +231,6 @@ def read_messages_request(body: bytes, kind: type[CountRequest] = MessagesReques
     chat = request.chat()
     check_chat_request(chat)
     return chat
-
-
-def _described(tool: Tool) -> tuple[str, str | None, dict[str, Any], bool | None]:
-    return tool.name, tool.description, tool.input_schema, tool.strict
 
 
 def _effort(thinking: Thinking | None, config: OutputConfig | None) -> str | None:
@@ -329,34 +329,29 @@ class MessageWriter(BlockWriter):
     def __init__(self, model: str, context_length: int) -> None:
         super().__init__()
         self._context_length = context_length
-        self._end: SequenceEnd | None = None
         self._id = new_id("msg")
         self._model = model
 
-    def object(self, end: SequenceEnd | None, usage: Usage) -> dict[str, Any]:
+    def object(self, usage: Usage) -> dict[str, Any]:
         return {
             "id": self._id,
             "type": "message",
             "role": "assistant",
             "model": self._model,
             "content": [_content(block) for block in self.blocks],
-            **self._stop(end, usage),
+            **self._stop(usage),
             "usage": _usage(usage),
         }
 
     def first_events(self, index: int, usage: Usage) -> Iterable[StreamEvent]:
-        yield _event("message_start", message=self.object(None, usage))
-
-    def end_events(self, index: int, end: SequenceEnd) -> Iterable[StreamEvent]:
-        yield from self.close_events(end)
-        self._end = end
+        yield typed_event("message_start", message=self.object(usage))
 
     def last_events(self, usage: Usage) -> Iterable[StreamEvent]:
-        yield _event("message_delta", delta=self._stop(self._end, usage), usage=_usage(usage))
-        yield _event("message_stop")
+        yield typed_event("message_delta", delta=self._stop(usage), usage=_usage(usage))
+        yield typed_event("message_stop")
 
-    def _stop(self, end: SequenceEnd | None, usage: Usage) -> dict[str, str | None]:
-        if end is None:
+    def _stop(self, usage: Usage) -> dict[str, str | None]:
+        if (end := self.end) is None:
             return {"stop_reason": None, "stop_sequence": None}
         is_full = usage.prompt_tokens + usage.new_tokens >= self._context_length
         reasons = {
@@ -367,7 +362,7 @@ class MessageWriter(BlockWriter):
         return {"stop_reason": reasons[end.reason], "stop_sequence": end.stop}
 
     def block_start(self, block: Block) -> Iterable[StreamEvent]:
-        yield _event("content_block_start", index=block.index, content_block=_content(block))
+        yield typed_event("content_block_start", index=block.index, content_block=_content(block))
 
     def block_delta(self, block: Block, more: str) -> Iterable[StreamEvent]:
         kind, name = {
@@ -375,14 +370,10 @@ class MessageWriter(BlockWriter):
             "text": ("text_delta", "text"),
             "call": ("input_json_delta", "partial_json"),
         }[block.kind]
-        yield _event("content_block_delta", index=block.index, delta={"type": kind, name: more})
+        yield typed_event("content_block_delta", index=block.index, delta={"type": kind, name: more})
 
     def block_end(self, block: Block) -> Iterable[StreamEvent]:
-        yield _event("content_block_stop", index=block.index)
-
-
-def _event(kind: str, **fields: Any) -> StreamEvent:
-    return StreamEvent({"type": kind, **fields}, kind)
+        yield typed_event("content_block_stop", index=block.index)
 
 
 def _content(block: Block) -> dict[str, Any]:

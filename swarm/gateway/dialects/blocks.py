@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
@@ -44,46 +45,47 @@ class BlockWriter(ResponseWriter):
 
     Attributes:
         blocks: of the answer so far.
+        end: why it ended; None as long as it has not.
     """
 
     id_prefixes: ClassVar[dict[BlockKind, str]]
 
     def __init__(self) -> None:
         self.blocks: list[Block] = []
+        self.end: SequenceEnd | None = None
         self._open: Block | None = None
-        self._blanks = ""  # before a text, which may turn out to be none
+        self._blanks = SequenceDelta("")  # in front of a text, which may turn out to be none
 
     def body(self, answers: Sequence[AccumulatedAnswer], usage: Usage) -> dict[str, Any]:
         (answer,) = answers
-        whole = SequenceDelta(answer.text, tuple(answer.calls), tuple(answer.tokens), "".join(answer.thoughts))
-        for _ in (*self.delta_events(0, whole, AccumulatedAnswer()), *self.close_events(answer.end)):
-            pass
-        return self.object(answer.end, usage)
+        deque(self.delta_events(0, answer.as_delta(), AccumulatedAnswer()), maxlen=0)
+        if answer.end is not None:
+            deque(self.end_events(0, answer.end), maxlen=0)
+        return self.object(usage)
 
     def delta_events(self, index: int, delta: SequenceDelta, before: AccumulatedAnswer) -> Iterable[StreamEvent]:
         if delta.thought:
             yield from self._grow("thought", delta.thought)
-        if text := self._blanks + delta.text:
-            is_inside = self._open is not None and self._open.kind == "text"
-            self._blanks = text if text.isspace() and not is_inside else ""
-            if not self._blanks:
-                yield from self._grow("text", text, tokens=delta.tokens)
+        if delta.text:
+            self._blanks += SequenceDelta(delta.text, tokens=delta.tokens)
+            if not self._blanks.text.isspace() or (self._open is not None and self._open.kind == "text"):
+                yield from self._grow_text()
         for call in delta.calls:
-            self._blanks = ""
+            self._blanks = SequenceDelta("")
             yield from self._grow("call", call.arguments, call.name)
 
-    def close_events(self, end: SequenceEnd | None) -> Iterable[StreamEvent]:
-        """What ends the block that is open."""
+    def end_events(self, index: int, end: SequenceEnd) -> Iterable[StreamEvent]:
+        self.end = end
         if not self.blocks:
-            yield from self._grow("text", self._blanks)  # an answer has at least one
+            yield from self._grow_text()  # an answer has at least one block
         if self._open is not None:
-            self._open.is_whole = end is None or end.reason != "length"
+            self._open.is_whole = end.reason != "length"
             yield from self.block_end(self._open)
             self._open = None
 
     @abstractmethod
-    def object(self, end: SequenceEnd | None, usage: Usage) -> dict[str, Any]:
-        """The whole response; `end` is None as long as it goes on."""
+    def object(self, usage: Usage) -> dict[str, Any]:
+        """The response as far as it goes."""
 
     @abstractmethod
     def block_start(self, block: Block) -> Iterable[StreamEvent]:
@@ -96,6 +98,10 @@ class BlockWriter(ResponseWriter):
     @abstractmethod
     def block_end(self, block: Block) -> Iterable[StreamEvent]:
         """What ends a block."""
+
+    def _grow_text(self) -> Iterable[StreamEvent]:
+        text, self._blanks = self._blanks, SequenceDelta("")
+        yield from self._grow("text", text.text, tokens=text.tokens)
 
     def _grow(
         self, kind: BlockKind, more: str, name: str = "", tokens: Sequence[SampledToken] = ()
@@ -110,3 +116,8 @@ class BlockWriter(ResponseWriter):
         self._open.tokens += tokens
         self._open.new_tokens = tokens
         yield from self.block_delta(self._open, more)
+
+
+def typed_event(kind: str, **fields: Any) -> StreamEvent:
+    """An event whose name is also the `type` of its object."""
+    return StreamEvent({"type": kind, **fields}, kind)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Annotated, Any, Literal
 
@@ -36,6 +37,7 @@ from swarm.gateway.openai.request_schema import (
     TopK,
     check_chat_request,
     decode_request,
+    schema_format,
 )
 from swarm.gateway.openai.response_writers import AccumulatedAnswer, ResponseWriter, token_logprobs
 from swarm.generation.formats.tool_calls import ToolCall
@@ -267,7 +269,7 @@ def _content(text: str, images: Sequence[str] | None) -> str | list[ContentPart]
 def _response_format(asked: str | dict[str, Any] | None) -> dict[str, Any] | None:
     if not asked:
         return None
-    return {"type": "json_object"} if asked == "json" else {"type": "json_schema", "json_schema": {"schema": asked}}
+    return schema_format(asked) if isinstance(asked, dict) else {"type": "json_object"}
 
 
 class OllamaDialect(Dialect):
@@ -304,8 +306,9 @@ class OllamaWriter(ResponseWriter):
     def body(self, answers: Sequence[AccumulatedAnswer], usage: Usage) -> dict[str, Any]:
         (answer,) = answers
         self._end = answer.end
-        text = answer.text.strip() if answer.calls else answer.text
-        whole = SequenceDelta(text, tuple(answer.calls), tuple(answer.tokens), "".join(answer.thoughts))
+        whole = answer.as_delta()
+        if whole.calls:
+            whole = replace(whole, text=whole.text.strip())
         return {**self._piece(whole), **self._last(usage)}
 
     def delta_events(self, index: int, delta: SequenceDelta, before: AccumulatedAnswer) -> Iterable[StreamEvent]:
@@ -364,7 +367,7 @@ def listed_model(served: ServedModel) -> dict[str, Any]:
     return {
         "name": served.name,
         "model": served.name,
-        "modified_at": _since(served),
+        "modified_at": served.created_at,
         "size": sum(weights.nbytes for weights in served.model.parameters()),
         "digest": served.fingerprint,
         "details": _details(served),
@@ -387,7 +390,7 @@ def shown_model(served: ServedModel) -> dict[str, Any]:
         "vision": not served.no_images,
     }
     return {
-        "modified_at": _since(served),
+        "modified_at": served.created_at,
         "template": served.chat_template or "",
         "details": _details(served),
         "model_info": {
@@ -399,10 +402,6 @@ def shown_model(served: ServedModel) -> dict[str, Any]:
         },
         "capabilities": ["completion", *(name for name, is_there in can.items() if is_there)],
     }
-
-
-def _since(served: ServedModel) -> str:
-    return datetime.fromtimestamp(served.created, UTC).isoformat()
 
 
 def _details(served: ServedModel) -> Mapping[str, Any]:

@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import Meta, Struct, structs
 
-from swarm.gateway.dialects.blocks import Block, BlockKind, BlockWriter
+from swarm.gateway.dialects.blocks import Block, BlockKind, BlockWriter, typed_event
 from swarm.gateway.openai.api_errors import ApiError, BadRequest
 from swarm.gateway.openai.dialect import Dialect, StreamEvent
 from swarm.gateway.openai.refused_fields import RefusedFields
@@ -36,7 +36,6 @@ from swarm.gateway.openai.request_schema import (
     decode_request,
 )
 from swarm.gateway.openai.response_writers import AccumulatedAnswer, new_id, token_logprobs
-from swarm.generation.sequence_generation import SequenceEnd
 from swarm.generation.sequence_group import Usage
 from swarm.generation.sequence_request import SequenceRequest
 
@@ -131,7 +130,7 @@ class TextOptions(Struct, forbid_unknown_fields=True):
 
 
 class Reasoning(Struct, forbid_unknown_fields=True):
-    """How much the model is asked to think. There are no summaries of thoughts: they come as they are."""
+    """How much the model is asked to think. Thoughts are returned in full, so options about summaries are ignored."""
 
     effort: Annotated[str, Meta(max_length=32)] | None = None
     summary: Any = None
@@ -321,10 +320,9 @@ class ResponsesWriter(BlockWriter):
         self._sequence = sequence
         self._tokenizer = tokenizer
         self._keep = keep
-        self._end: SequenceEnd | None = None
 
-    def object(self, end: SequenceEnd | None, usage: Usage) -> dict[str, Any]:
-        asked = self._request
+    def object(self, usage: Usage) -> dict[str, Any]:
+        asked, end = self._request, self.end
         return {
             "id": self._id,
             "object": "response",
@@ -362,33 +360,29 @@ class ResponsesWriter(BlockWriter):
 
     def first_events(self, index: int, usage: Usage) -> Iterable[StreamEvent]:
         for kind in ("response.created", "response.in_progress"):
-            yield _event(kind, response=self.object(None, usage))
-
-    def end_events(self, index: int, end: SequenceEnd) -> Iterable[StreamEvent]:
-        self._end = end
-        yield from self.close_events(end)
+            yield typed_event(kind, response=self.object(usage))
 
     def last_events(self, usage: Usage) -> Iterable[StreamEvent]:
-        response = self._kept(self.object(self._end, usage))
-        yield _event(f"response.{response['status']}", response=response)
+        response = self._kept(self.object(usage))
+        yield typed_event(f"response.{response['status']}", response=response)
 
     def block_start(self, block: Block) -> Iterable[StreamEvent]:
         empty = {"content": [], "status": "in_progress"} if block.kind != "call" else {"status": "in_progress"}
-        yield _event("response.output_item.added", output_index=block.index, item={**self._item(block), **empty})
+        yield typed_event("response.output_item.added", output_index=block.index, item={**self._item(block), **empty})
         if block.kind != "call":
-            yield _event("response.content_part.added", **_place(block), part=self._part(block))
+            yield typed_event("response.content_part.added", **_place(block), part=self._part(block))
 
     def block_delta(self, block: Block, more: str) -> Iterable[StreamEvent]:
         new = {"logprobs": self._logprobs(block.new_tokens)} if block.kind == "text" else {}
-        yield _event(f"{EVENTS[block.kind]}.delta", **_place(block), delta=more, **new)
+        yield typed_event(f"{EVENTS[block.kind]}.delta", **_place(block), delta=more, **new)
 
     def block_end(self, block: Block) -> Iterable[StreamEvent]:
         name = "arguments" if block.kind == "call" else "text"
         all_of = {"logprobs": self._logprobs(block.tokens)} if block.kind == "text" else {}
-        yield _event(f"{EVENTS[block.kind]}.done", **_place(block), **{name: block.content}, **all_of)
+        yield typed_event(f"{EVENTS[block.kind]}.done", **_place(block), **{name: block.content}, **all_of)
         if block.kind != "call":
-            yield _event("response.content_part.done", **_place(block), part=self._part(block))
-        yield _event("response.output_item.done", output_index=block.index, item=self._item(block))
+            yield typed_event("response.content_part.done", **_place(block), part=self._part(block))
+        yield typed_event("response.output_item.done", output_index=block.index, item=self._item(block))
 
     def _kept(self, response: dict[str, Any]) -> dict[str, Any]:
         """The response, which later requests may name."""
@@ -423,10 +417,6 @@ EVENTS: dict[BlockKind, str] = {
     "text": "response.output_text",
     "call": "response.function_call_arguments",
 }
-
-
-def _event(kind: str, **fields: Any) -> StreamEvent:
-    return StreamEvent({"type": kind, **fields}, kind)
 
 
 def _place(block: Block) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 from swarm.errors import (
     CacheFull,
     ChatTemplateError,
+    HubUnreachable,
     ImageRefused,
     MissingBlocks,
     RemoteError,
@@ -156,6 +157,7 @@ _API_ERRORS: Mapping[type[SwarmError], Callable[[Any], ApiError]] = {
     TooLong: lambda error: BadRequest(TOO_LONG, param="max_tokens", code="context_length_exceeded"),
     MissingBlocks: _unavailable("blocks_missing"),
     CacheFull: _unavailable("swarm_full", lambda error: SWARM_FULL),
+    HubUnreachable: _unavailable("hub_unreachable"),
     RemoteError: _unavailable(None, lambda error: f"the swarm failed: {error}"),
 }
 """How the gateway reports each kind of error. Anything else is a bug of the gateway."""

@@ -226,13 +226,17 @@ class FormFields(Struct, kw_only=True):
         return forms + _given("guided_", self.guided_json, self.guided_regex, self.guided_choice)
 
 
+def schema_format(schema: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The value of `response_format` for JSON of a schema."""
+    return {"type": "json_schema", "json_schema": {"schema": schema}}
+
+
 def _given(prefix: str, schema: JsonSchema | None, regex: str | None, choice: list[str] | None) -> list[AnswerForm]:
     """Those of the forms that are given."""
     forms: list[AnswerForm] = []
     if schema is not None:
         name = f"{prefix}json"
-        value = {"type": "json_schema", "json_schema": {"schema": _schema(schema, name)}}
-        forms.append(AnswerForm(value, name))
+        forms.append(AnswerForm(schema_format(_schema(schema, name)), name))
     if regex is not None:
         forms.append(AnswerForm({"type": "regex", "regex": regex}, f"{prefix}regex"))
     if choice is not None:

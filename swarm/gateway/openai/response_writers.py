@@ -10,7 +10,6 @@ from base64 import b64encode
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from typing import Any
 
 from swarm.gateway.openai.dialect import StreamEvent
@@ -55,6 +54,10 @@ class AccumulatedAnswer:
     def text(self) -> str:
         return "".join(self.texts)
 
+    def as_delta(self) -> SequenceDelta:
+        """All of it, as if it had come at once."""
+        return SequenceDelta(self.text, tuple(self.calls), tuple(self.tokens), "".join(self.thoughts))
+
 
 def usage_object(usage: Usage) -> dict[str, Any]:
     """OpenAI's `usage`: how many tokens a request took, and how many of the prompt's were computed before."""
@@ -70,13 +73,13 @@ def usage_object(usage: Usage) -> dict[str, Any]:
 def model_object(served: ServedModel) -> dict[str, Any]:
     """OpenAI's model object, with the fields of vLLM, OpenRouter and Anthropic, and this project's under `swarm`."""
     return {
-        "type": "model",
-        "display_name": served.name,
-        "created_at": datetime.fromtimestamp(served.created, UTC).isoformat(),
-        "lifecycle": "active",
-        "max_input_tokens": served.context_length,
         "id": served.name,
         "object": "model",
+        "type": "model",
+        "display_name": served.name,
+        "created_at": served.created_at,
+        "lifecycle": "active",
+        "max_input_tokens": served.context_length,
         "created": served.created,
         "owned_by": "swarm",
         "context_length": served.context_length,

@@ -259,12 +259,17 @@ class Checkpoint:
             raise CheckpointError(f"{path.name} of {self.source} cannot be used: {problem}")
         return found
 
-    def pooling(self) -> Pooling:
-        """How the states of a text become its embedding: as the model's authors say in a file, or else their mean."""
+    def pooling(self) -> Pooling | None:
+        """How the states of a text become its embedding: as the model's authors say in a file, or else their mean.
+
+        None if that cannot be known, because the file is not on this machine and the hub does not answer.
+        """
         try:
             asked = json.loads(read_small(self.fetch(POOLING_FILE), config_limits.MAX_CONFIG_BYTES))
         except EntryNotFoundError:
             return "mean"
+        except HubUnreachable:
+            return None
         except (OSError, ValueError, RecursionError) as error:
             raise CheckpointError(f"{POOLING_FILE} of {self.source} cannot be used: {first_line(error)}") from error
         is_last = isinstance(asked, dict) and asked.get("pooling_mode_lasttoken") is True

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from swarm.gateway.dialects.anthropic_messages import MessageWriter
 from swarm.gateway.openai.response_writers import AccumulatedAnswer
 from swarm.generation.formats.tool_calls import ToolCall
+from swarm.generation.sampling import SampledToken
 from swarm.generation.sequence_generation import SequenceEnd
 from swarm.generation.sequence_group import Usage
 from swarm.generation.sequence_output import SequenceDelta
@@ -31,7 +32,7 @@ def written(deltas: list[SequenceDelta]) -> tuple[list[dict[str, Any]], list[dic
         events += writer.delta_events(0, delta, before)
         before.add_delta(delta)
     events += writer.end_events(0, end)
-    content = writer.object(end, USAGE)["content"]
+    content = writer.object(USAGE)["content"]
     return [dict(event.body) for event in events], [{**block, "id": ""} for block in content]
 
 
@@ -57,6 +58,13 @@ def test_how_an_answer_is_divided_into_pieces_changes_no_block(pieces):
             opened = None
     assert opened is None
     assert [event["index"] for event in events if event["type"] == "content_block_start"] == list(range(len(content)))
+
+
+def test_the_tokens_of_blanks_in_front_of_a_text_belong_to_it():
+    writer = MessageWriter("m", 100)
+    for number, text in enumerate(("\n", " ", "a")):
+        list(writer.delta_events(0, SequenceDelta(text, tokens=(SampledToken(number),)), AccumulatedAnswer()))
+    assert [(block.content, [one.token for one in block.tokens]) for block in writer.blocks] == [("\n a", [0, 1, 2])]
 
 
 def test_an_answer_that_is_not_streamed_has_one_text():
