@@ -83,8 +83,8 @@ class Http(Kind):
             answers += [await _ask(connection, b"") for _ in paths[1:] if connection.is_open]
         if [answer.status for answer in answers] != expected:
             raise Violation(f"requests in a row were answered with {[answer.status for answer in answers]}")
-        for answer in answers:
-            self._count(answer)
+        for path, answer in zip(paths, answers, strict=True):
+            self._count(answer, request("GET", path))
         return len(paths)
 
     async def _aborts(self, messages: HttpMessages) -> int:
@@ -122,7 +122,7 @@ class Http(Kind):
         place = messages.random.choice(self._metrics)
         sent = [messages.random.choice([messages.head, messages.framing])() for _ in range(20)]
         for one in sent:
-            self._count(await _ask_once(place, one, ends=True), METRICS_STATUSES)
+            self._count(await _ask_once(place, one, ends=True), one, METRICS_STATUSES)
         answer = await _ask_once(place, request("GET", "/metrics"))
         if answer.status != 200 or b"swarm_server_" not in answer.body:
             raise Violation(f"the metrics of a server are gone: {answer.status}")
@@ -133,23 +133,24 @@ class Http(Kind):
     async def _on_one_connection(self, requests: list[bytes]) -> int:
         async with HttpConnection(self._gateway) as connection:
             for sent in requests:
-                self._count(await _ask(connection, sent))
+                self._count(await _ask(connection, sent), sent)
         return len(requests)
 
     async def _on_connections(self, requests: list[bytes], ends: bool = False) -> int:
         for first in range(0, len(requests), AT_ONCE):
-            asked = [_ask_once(self._gateway, sent, ends) for sent in requests[first : first + AT_ONCE]]
-            for answer in await asyncio.gather(*asked):
-                self._count(answer)
+            some = requests[first : first + AT_ONCE]
+            answers = await asyncio.gather(*(_ask_once(self._gateway, sent, ends) for sent in some))
+            for sent, answer in zip(some, answers, strict=True):
+                self._count(answer, sent)
         return len(requests)
 
-    def _count(self, answer: Answer, statuses: frozenset[int] = STATUSES) -> None:
+    def _count(self, answer: Answer, sent: bytes, statuses: frozenset[int] = STATUSES) -> None:
         if answer.status and answer.status not in statuses:
             raise Violation(f"a request was answered with status {answer.status}: {answer.body[:300]!r}")
         if answer.status < 400 or not answer.body.startswith(b'{"error"'):
             self.outcomes[str(answer.status) if answer.status else "closed"] += 1
         else:
-            self.outcomes[_code(answer)] += 1
+            self.outcomes[_code(answer, sent)] += 1
 
     async def _tell(self) -> str:
         """The answer to the honest request."""
@@ -190,13 +191,15 @@ def _describe(sent: bytes) -> str:
     return f"{sent[:300]!r} ({len(sent)} bytes)"
 
 
-def _code(answer: Answer) -> str:
-    """How a refusal counts: by its code, in the form that OpenAI's errors have."""
+def _code(answer: Answer, sent: bytes) -> str:
+    """How a refusal counts: by its code, in the form that OpenAI's errors have; Ollama's are a sentence."""
     try:
-        error: dict[str, Any] = json.loads(answer.body)["error"]
+        error: Any = json.loads(answer.body)["error"]
+        if isinstance(error, str) and b" /api/" in sent:
+            return f"{answer.status} in Ollama's form"
         return f"{answer.status} {error['code'] or error['type']}"
     except (ValueError, LookupError, TypeError):
-        raise Violation(f"a refusal is not in OpenAI's form: {answer.body[:300]!r}") from None
+        raise Violation(f"a refusal of {_describe(sent)} is in another form: {answer.body[:300]!r}") from None
 
 
 def _place(url: str) -> tuple[str, int]:
