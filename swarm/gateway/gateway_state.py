@@ -10,13 +10,10 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Protocol, TypeVar
 
-from starlette.types import Receive
-
 from swarm.errors import SwarmError, format_blocks
 from swarm.gateway.admission import AdmissionControl
 from swarm.gateway.api_keys import ApiKey, KeyFile
 from swarm.gateway.http.request_body import RequestMemory, RequestRoom
-from swarm.gateway.http.responses import cancel_on_disconnect
 from swarm.gateway.openai.api_errors import NotFound, ServiceUnavailable
 from swarm.gateway.response_store import ResponseStore
 from swarm.gateway.settings import GatewaySettings
@@ -107,22 +104,20 @@ class GatewayState:
             )
         return self.models[name]
 
-    async def run_in_thread(self, receive: Receive, key: ApiKey | None, work: Callable[[], T]) -> T:
+    async def run_in_thread(self, key: ApiKey | None, work: Callable[[], T]) -> T:
         """Run `work` in a thread: tokenizing a long text takes a while, and so does compiling a schema.
 
         A key gets at most half of the threads, so that its requests, however bad, do not block those of other keys.
-
-        Raises:
-            ClientDisconnected: the client disconnected before a thread was free; `work` does not run then.
+        If this is cancelled, `work` does not begin; if it has begun, it keeps its thread, and the request, to its end.
         """
         name = key.name if key is not None else ""
         count = PREPARATION_THREADS // 2 if key is not None else PREPARATION_THREADS
-        limit = self._thread_limits.setdefault(name, asyncio.Semaphore(count))
-        await cancel_on_disconnect(receive, limit.acquire())
-        try:
-            return await asyncio.get_running_loop().run_in_executor(self._threads, work)
-        finally:
-            limit.release()
+        async with self._thread_limits.setdefault(name, asyncio.Semaphore(count)):
+            running = asyncio.get_running_loop().run_in_executor(self._threads, work)
+            try:
+                return await asyncio.shield(running)
+            finally:
+                await asyncio.wait({running})
 
     def request_room(self, key: ApiKey | None) -> RequestRoom:
         """Room for one more request, which is empty at first."""

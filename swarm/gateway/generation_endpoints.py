@@ -85,7 +85,7 @@ class GenerationEndpoints:
             request.state.model = served.name
 
             async def start() -> RunningRequest:
-                prepared = await self._gateway.run_in_thread(request.receive, key, partial(prepare, served))
+                prepared = await self._gateway.run_in_thread(key, partial(prepare, served))
                 room.hold(prepared.prompt_bytes)
                 metrics = self._gateway.metrics
                 group = SequenceGroup(served, prepared.sequences, asked.choices, started_at, metrics, owner)

@@ -15,7 +15,7 @@ from swarm.gateway.dialects.anthropic_messages import CountRequest, read_message
 from swarm.gateway.dialects.ollama import ShowRequest, shown_model
 from swarm.gateway.gateway_state import GatewayState
 from swarm.gateway.http.request_body import TOKEN_BYTES, read_body
-from swarm.gateway.http.responses import JsonResponse
+from swarm.gateway.http.responses import JsonResponse, cancel_on_disconnect
 from swarm.gateway.openai.api_errors import BadRequest
 from swarm.gateway.openai.request_conversion import template_message, template_options, tool_options
 from swarm.gateway.openai.request_schema import (
@@ -151,7 +151,8 @@ class TokenizerEndpoints:
         with self._gateway.request_room(key) as room:
             check_origin(request.headers, settings.cors_origins, settings.host_names)
             body = await read_body(request, settings.max_request_bytes, settings.read_timeout_s, room)
-            reply = await self._gateway.run_in_thread(request.receive, key, partial(answer, body))
+            work = self._gateway.run_in_thread(key, partial(answer, body))
+            reply = await cancel_on_disconnect(request.receive, work)
             room.hold(len(reply.get("tokens", ())) * TOKEN_BYTES)
             return JsonResponse(reply)
 

@@ -26,6 +26,8 @@ class ClientDisconnected(Exception):
 async def cancel_on_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
     """The result of `work`, which is cancelled if the client disconnects first.
 
+    What has to be given back does not belong in the result: if the caller is cancelled at that moment, it is lost.
+
     Raises:
         ClientDisconnected: the client disconnected before the work was done.
     """
