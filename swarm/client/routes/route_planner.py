@@ -163,8 +163,10 @@ class RoutePlanner:
         task = self._start_refresh()
         await asyncio.wait({task})
         if task.done() and not task.cancelled() and (error := task.exception()) is not None:
-            logger.warning("reading the swarm's announcements failed: %r", error)
-            self.router.unread = f"reading the swarm's announcements failed: {error}"
+            unread = f"reading the swarm's announcements failed: {error}"
+            if unread != self.router.unread:  # waiting requests try twice a second
+                logger.warning("%s", unread)
+            self.router.unread = unread
 
     def report_failure(self, peer_id: str, error: Exception) -> None:
         """Keep the server out of routes for a while."""
