@@ -36,6 +36,7 @@ from swarm.gateway.openai.request_schema import (
 )
 from swarm.gateway.openai.response_writers import new_id
 from swarm.generation.formats.tool_calls import ToolCall
+from swarm.generation.sampling import SampledToken
 from swarm.generation.sequence_group import Usage
 
 CHANGING_HEADER = "x-anthropic-billing-header:"
@@ -364,7 +365,7 @@ class MessageWriter(BlockWriter):
     def block_start(self, block: Block) -> Iterable[StreamEvent]:
         yield typed_event("content_block_start", index=block.index, content_block=_content(block))
 
-    def block_delta(self, block: Block, more: str) -> Iterable[StreamEvent]:
+    def block_delta(self, block: Block, more: str, tokens: Sequence[SampledToken]) -> Iterable[StreamEvent]:
         kind, name = {
             "thought": ("thinking_delta", "thinking"),
             "text": ("text_delta", "text"),

@@ -26,8 +26,7 @@ class Block:
         content: the thought, the text, or the call's arguments, so far.
         name: the function that is called; empty in other blocks.
         is_whole: whether it ended by itself, rather than being cut off.
-        tokens: of a text, if log probabilities are asked for.
-        new_tokens: the last of them.
+        logprobs: of a text's tokens as clients get them, if they are asked for.
     """
 
     kind: BlockKind
@@ -36,8 +35,7 @@ class Block:
     content: str = ""
     name: str = ""
     is_whole: bool = True
-    tokens: list[SampledToken] = field(default_factory=list)
-    new_tokens: Sequence[SampledToken] = ()
+    logprobs: list[dict[str, Any]] = field(default_factory=list)
 
 
 class BlockWriter(ResponseWriter):
@@ -92,8 +90,8 @@ class BlockWriter(ResponseWriter):
         """What begins a block, which is empty yet."""
 
     @abstractmethod
-    def block_delta(self, block: Block, more: str) -> Iterable[StreamEvent]:
-        """What is added to a block."""
+    def block_delta(self, block: Block, more: str, tokens: Sequence[SampledToken]) -> Iterable[StreamEvent]:
+        """What is added to a block: to its content, and of a text its tokens if log probabilities are asked for."""
 
     @abstractmethod
     def block_end(self, block: Block) -> Iterable[StreamEvent]:
@@ -113,9 +111,7 @@ class BlockWriter(ResponseWriter):
             self.blocks.append(self._open)
             yield from self.block_start(self._open)
         self._open.content += more
-        self._open.tokens += tokens
-        self._open.new_tokens = tokens
-        yield from self.block_delta(self._open, more)
+        yield from self.block_delta(self._open, more, tokens)
 
 
 def typed_event(kind: str, **fields: Any) -> StreamEvent:

@@ -36,6 +36,7 @@ from swarm.gateway.openai.request_schema import (
     decode_request,
 )
 from swarm.gateway.openai.response_writers import AccumulatedAnswer, new_id, token_logprobs
+from swarm.generation.sampling import SampledToken
 from swarm.generation.sequence_group import Usage
 from swarm.generation.sequence_request import SequenceRequest
 
@@ -372,13 +373,15 @@ class ResponsesWriter(BlockWriter):
         if block.kind != "call":
             yield typed_event("response.content_part.added", **_place(block), part=self._part(block))
 
-    def block_delta(self, block: Block, more: str) -> Iterable[StreamEvent]:
-        new = {"logprobs": self._logprobs(block.new_tokens)} if block.kind == "text" else {}
+    def block_delta(self, block: Block, more: str, tokens: Sequence[SampledToken]) -> Iterable[StreamEvent]:
+        logprobs = token_logprobs(self._tokenizer, tokens)  # decoded once: the events below repeat them
+        block.logprobs += logprobs
+        new = {"logprobs": logprobs} if block.kind == "text" else {}
         yield typed_event(f"{EVENTS[block.kind]}.delta", **_place(block), delta=more, **new)
 
     def block_end(self, block: Block) -> Iterable[StreamEvent]:
         name = "arguments" if block.kind == "call" else "text"
-        all_of = {"logprobs": self._logprobs(block.tokens)} if block.kind == "text" else {}
+        all_of = {"logprobs": block.logprobs} if block.kind == "text" else {}
         yield typed_event(f"{EVENTS[block.kind]}.done", **_place(block), **{name: block.content}, **all_of)
         if block.kind != "call":
             yield typed_event("response.content_part.done", **_place(block), part=self._part(block))
@@ -405,11 +408,7 @@ class ResponsesWriter(BlockWriter):
     def _part(self, block: Block) -> dict[str, Any]:
         if block.kind == "thought":
             return {"type": "reasoning_text", "text": block.content}
-        logprobs = self._logprobs(block.tokens)
-        return {"type": "output_text", "text": block.content, "annotations": [], "logprobs": logprobs}
-
-    def _logprobs(self, tokens: Sequence[Any]) -> list[dict[str, Any]]:
-        return token_logprobs(self._tokenizer, tokens)
+        return {"type": "output_text", "text": block.content, "annotations": [], "logprobs": [*block.logprobs]}
 
 
 EVENTS: dict[BlockKind, str] = {

@@ -160,8 +160,6 @@ class StreamResponse(Response):
             async for event in events:
                 yield dialect.keep_alive if event is SIGN_OF_LIFE else dialect.event(event)
             yield dialect.end
-        except ClientDisconnected:
-            raise
         except Exception as error:  # a bug, too, has to be told in the client's form
             reported = api_error(error)
             if isinstance(reported, InternalServerError):
