@@ -67,6 +67,7 @@ bench: $(VENV)/dev
 	$(BIN)/python -m benchmarks.decoding.chain --shape small
 	$(BIN)/python -m benchmarks.decoding.chain --shape hybrid
 	$(BIN)/python -m benchmarks.serving.clients
+	$(BIN)/python -m benchmarks.serving.start
 	$(BIN)/python -m benchmarks.decoding.lanes
 	$(BIN)/python -m benchmarks.decoding.prefill
 	$(BIN)/python -m benchmarks.decoding.memory

@@ -22,9 +22,8 @@ from swarm.transport.p2p import quiet_hivemind
 from tests.server_caches import read_caches
 
 assert swarm.models.execution.span_model  # imported for its weight
-# Imports what else a server needs, to trace a forward and to read an address: a quarter of the time that it starts.
 torch.set_num_threads(1)
-torch.export.export(torch.nn.Identity(), (torch.zeros(1),))
+# Imports what else a server needs to read an address.
 Multiaddr("/ip4/127.0.0.1/tcp/1/p2p/QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N")
 
 

@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from benchmarks.common import machine
-from swarm.models.weights.frozen_linear import PrepackedLinear, can_prepack, replace_linears
+from swarm.models.weights.frozen_linear import ChunkedLinear, PrepackedLinear, can_prepack, replace_linears
 from swarm.models.weights.packed import Grid, PackedWeight, fp4_numbers, fp8_numbers, held, word_numbers
 from swarm.models.weights.quantization import INT4, INT8, quantize, weight_bytes
 
@@ -66,6 +66,7 @@ def forms(hidden: int, intermediate: int, blocks: int) -> list[Form]:
         found.append(Form(f"{name} plain", layers, dtype))
         if can_prepack(dtype):
             found.append(Form(f"{name} prepacked", nn.ModuleList(map(PrepackedLinear, layers)), dtype))
+        found.append(Form(f"{name} in chunks", nn.ModuleList(map(ChunkedLinear, layers)), dtype))
     for name in (INT8, INT4):
         layers = plain(hidden, intermediate, blocks, torch.bfloat16)
         quantize(layers, name, CPU)

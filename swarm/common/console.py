@@ -6,6 +6,7 @@ Exit code 2: the request cannot be carried out as given (one line says what to d
 from __future__ import annotations
 
 import functools
+import gc
 import json
 import logging
 import os
@@ -14,7 +15,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TextIO, TypeVar
@@ -278,6 +279,21 @@ def errors_to_exit_codes(function: F) -> F:
             sys.exit(130)
 
     return run  # type: ignore[return-value]
+
+
+@contextmanager
+def importing_packages() -> Iterator[None]:
+    """Import torch, transformers and what needs them in here: a sixth faster.
+
+    They make a million objects that stay, among which nothing is collected meanwhile, and which no later collection
+    goes through.
+    """
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def _print_error(error: SwarmError) -> None:

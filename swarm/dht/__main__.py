@@ -52,11 +52,12 @@ def main(
 
     It also relays for peers behind routers, where no server does. Use --identity-path to keep its address.
     """
-    import uvloop
+    with console.importing_packages():
+        import uvloop
 
-    from swarm.membership.invite import read_invite
-    from swarm.metrics.endpoint import MetricsAddress
-    from swarm.transport.p2p import P2PConfig, quiet_hivemind
+        from swarm.membership.invite import read_invite
+        from swarm.metrics.endpoint import MetricsAddress
+        from swarm.transport.p2p import P2PConfig, quiet_hivemind
 
     console.configure_logging(log_format)
     quiet_hivemind()

@@ -98,10 +98,10 @@ def main(**options: Any) -> None:
     """
     console.configure_logging(options["log_format"])
     settings = _gateway_settings(options)
-
-    from swarm.client.config import NetworkOptions, parse_share
-    from swarm.gateway.lifecycle import ListenAddress, serve_gateway
-    from swarm.transport.p2p import quiet_hivemind
+    with console.importing_packages():
+        from swarm.client.config import NetworkOptions, parse_share
+        from swarm.gateway.lifecycle import ListenAddress, serve_gateway
+        from swarm.transport.p2p import quiet_hivemind
 
     quiet_hivemind()
     if options["digests"] is not None and len(options["models"]) > 1:

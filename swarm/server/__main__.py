@@ -8,6 +8,7 @@ import logging
 import os
 import signal
 import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -145,21 +146,22 @@ def main(**options: Any) -> None:
             f"{problem}: --initial-peers ADDRESS... joins one "
             f"({console.INITIAL_PEERS_VARIABLE} stands in for it), --new-swarm starts one"
         )
-    config = _server_config(options, peers)
-    from swarm.transport.p2p import quiet_hivemind
+    began = time.monotonic()
+    with console.importing_packages():
+        import uvloop
 
+        from swarm.server.lifecycle import Server
+        from swarm.transport.p2p import quiet_hivemind
+
+        config = _server_config(options, peers)
+    imported_s = time.monotonic() - began
     console.configure_logging(options["log_format"])
     if overridden:
         logger.warning("Starting a new swarm: --new-swarm overrides %s", console.INITIAL_PEERS_VARIABLE)
     quiet_hivemind()
     _use_huge_pages()
-
-    import uvloop
-
-    from swarm.server.lifecycle import Server
-
     server = Server(config)
-    uvloop.run(_serve(server, config.model))
+    uvloop.run(_serve(server, config.model, imported_s))
     if server.computing:  # loading, say; Python would abort the process where it ends the thread inside torch
         logging.shutdown()
         sys.stdout.flush()
@@ -198,8 +200,12 @@ def _server_config(options: Mapping[str, Any], peers: tuple[str, ...]) -> Server
     )
 
 
-async def _serve(server: Server, model: str | None) -> None:
-    """Run until SIGINT or SIGTERM, also while the server is still starting."""
+async def _serve(server: Server, model: str | None, imported_s: float) -> None:
+    """Run until SIGINT or SIGTERM, also while the server is still starting.
+
+    Args:
+        imported_s: seconds that the imports took.
+    """
     leave = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -212,9 +218,11 @@ async def _serve(server: Server, model: str | None) -> None:
         await asyncio.wait({starting})
         return
     starting.result()
-    # What is loaded stays. Without the million objects of the imports, garbage collection costs a server nothing.
+    phases = {"Python packages": imported_s, **server.start_phases}
+    waits = ", ".join(f"{name} {seconds:.1f}" for name, seconds in phases.items())
+    logger.info("Started in %.1f s: %s", sum(phases.values()), waits)
     gc.collect()
-    gc.freeze()
+    gc.freeze()  # what is loaded stays
     for line in join_instructions(model, await server.peer.join_addresses()):
         logger.info("%s", line)
     lost = asyncio.create_task(server.lost())

@@ -6,12 +6,14 @@ import asyncio
 import gc
 import logging
 import statistics
+import time
 from collections.abc import Callable
 from contextlib import suppress
 
 import torch
 
 from swarm.common.dtypes import dtype_name
+from swarm.common.machine import OtherPrograms
 from swarm.common.version import VERSION
 from swarm.data_structures import Mobility, ModelInfo, ServerInfo, ServerState, Span
 from swarm.dht.announcer import Announcer, adapter_names
@@ -67,6 +69,8 @@ class Server:
     def __init__(self, config: ServerConfig) -> None:
         self.config = config
         self.span: Span | None = None
+        self.start_phases: dict[str, float] = {}
+        """Seconds that each part of the start took."""
         self._compute_thread = ComputeThread()
         self._state = ServerState.JOINING
         self._said_ready: bool | None = None
@@ -123,7 +127,10 @@ class Server:
 
     async def _start(self) -> None:
         """The steps of a start, in their order."""
-        options, loop = self.config, asyncio.get_running_loop()
+        options, loop, began = self.config, asyncio.get_running_loop(), time.monotonic()
+
+        def ended(phase: str) -> None:
+            self.start_phases[phase] = time.monotonic() - began - sum(self.start_phases.values())
 
         # 1. Metrics, folders of processes that were killed, and torch's threads.
         if options.metrics is not None:
@@ -138,6 +145,7 @@ class Server:
         self._weights = await WeightSource.open(options, self._compute_thread, self._join)
         config = await self._compute_thread.run(resolve_config, options, self._weights.checkpoint)
         checkpoint = config.checkpoint
+        ended("the model's files")
 
         # 3. The network, if the files have not come from there. Other peers may get weights from here.
         self._peer = await self._join()
@@ -160,16 +168,19 @@ class Server:
         self._announcer = Announcer(self._peer, announced, lambda: self._announcement(config), options.update_period)
         self._peer.reach.changed = lambda: self._on_reach_changed(config)
         await self._announcer.announce()
+        ended("the network")
 
         # 5. Their weights.
         await self._weights.require(self.span)
         service = await self._load(config, self.span)
         self._sharing.look_again()
+        ended("blocks")
 
         # 6. Clients.
         await self._peer.serve(self._dispatch)
         await self._announce_ready(config)
         self._announcer.start()
+        ended("being known")
 
         # 7. What goes on in the background: links are measured, idle sessions end, and the server may move.
         async def fetch() -> list[ServerInfo]:
@@ -276,7 +287,7 @@ class Server:
             logger.warning("Staying at blocks %s: %s", old.span, error)
             return False
         # From now on others count this server at its new blocks, and no client opens a session here.
-        self.span, self._state, self._throughput = span, ServerState.JOINING, old.throughput.decode
+        self.span, self._state, self._throughput = span, ServerState.JOINING, old.throughput.current.decode
         await self._announcer.announce()
         # While a gap is open, no session of the swarm gets a token anyway.
         await (old.drain(0.0, LEAVE_HAND_OVER_S) if closes_gap else old.drain(MOVE_FINISH_S))
@@ -285,6 +296,7 @@ class Server:
         del old
         gc.unfreeze()  # what was loaded first was taken out of the collector's sight
         gc.collect()
+        gc.freeze()
         try:
             await self._load(config, span)
         except Exception:  # loading runs foreign code that may raise anything; the old blocks are known to work
@@ -307,7 +319,7 @@ class Server:
             peer_id=self.peer.peer_id,
             span=self.span,
             state=state,
-            throughput=service.throughput.decode if service else self._throughput,
+            throughput=service.throughput.current.decode if service else self._throughput,
             cache_tokens_free=max(0, service.sessions.free) if service else 0,
             revision=config.checkpoint.revision,
             digests=tuple(service.model.digests) if service else (),
@@ -315,7 +327,7 @@ class Server:
             quantization=config.quantization,
             version=VERSION,
             name=self.config.name,
-            forward_throughput=service.throughput.forward if service else 0.0,
+            forward_throughput=service.throughput.current.forward if service else 0.0,
             network_throughput=self._links.network_throughput if self._links else 0.0,
             queue_delay=min(service.engine.queue_seconds, MAX_ANNOUNCED_QUEUE_S) if service else 0.0,
             round_trips=self._links.round_trips if self._links else (),
@@ -340,9 +352,12 @@ class Server:
 
     async def _expire_sessions(self) -> None:
         while True:
+            others = OtherPrograms()
             await asyncio.sleep(EXPIRY_PERIOD_S)
             if self._service is not None:
                 self._service.expire()
+                with suppress(ServerClosing):
+                    await self._service.follow_throughput(others.share())
             if self._points is not None:
                 await self._points.save()
 

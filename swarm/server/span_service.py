@@ -34,7 +34,8 @@ from swarm.server.sessions.handler import MessageHandler
 from swarm.server.sessions.points_desk import PointsDesk
 from swarm.server.sessions.request_validation import RequestLimits
 from swarm.server.sessions.session_table import CacheSizes, SessionTable
-from swarm.server.throughput.compute_measurement import Throughput, determine_throughput
+from swarm.server.throughput.compute_measurement import determine_throughput, measure_throughput
+from swarm.server.throughput.throughput_meter import BUSY_SHARE, ThroughputMeter
 from swarm.transport.stream import Network
 
 logger = logging.getLogger(__name__)
@@ -74,7 +75,7 @@ class SpanService:
     Attributes:
         span: the blocks.
         adapters: what clients add to them.
-        throughput: what to announce.
+        throughput: what to announce, as far as is known.
         load_seconds: how long loading took.
         flash_reporter: counts what is read from flash.
     """
@@ -85,7 +86,7 @@ class SpanService:
     handler: MessageHandler
     engine: Engine
     adapters: AdapterStore
-    throughput: Throughput
+    throughput: ThroughputMeter
     load_seconds: float
     flash_reporter: FlashReporter
 
@@ -120,7 +121,9 @@ class SpanService:
         logger.info("Loaded: %s of weights in %.1f s", format_bytes(model.weight_bytes), load_seconds)
         model = await _choose_forward(config, model, compute_thread)
         model = await _add_exits(config, model, exits, compute_thread)
-        throughput = await compute_thread.run(determine_throughput, config.options.throughput, model, progress=True)
+        given = config.options.throughput
+        measured = await compute_thread.run(determine_throughput, given, model, progress=True)
+        throughput = ThroughputMeter(measured, span.length, is_given=given is not None)
         sessions = _make_session_table(config, model, observer)
         logger.info("Attention cache: room for %d tokens", sessions.capacity)
         engine = _make_engine(model, throughput, compute_thread, observer)
@@ -131,7 +134,7 @@ class SpanService:
         for parts in public:
             adapters.add_public(model.adapted.prepare(parts))
         dtype = dtype_name(config.dtype)
-        observer.span_loaded(checkpoint.name, checkpoint.revision, dtype, config.quantization, span, throughput.decode)
+        observer.span_loaded(checkpoint.name, checkpoint.revision, dtype, config.quantization, span, measured.decode)
         own = slice(span.start, span.end)
         limits = RequestLimits(
             memory=config.request_memory,
@@ -178,6 +181,20 @@ class SpanService:
             self.engine.compute_thread.post(self.model.strategy.paging.pool.shrink)
         self.flash_reporter.report()
         self.handler.report()
+
+    async def follow_throughput(self, others: float) -> None:
+        """Measure again what other programs have disturbed, and make iterations as large as batches are fast.
+
+        Args:
+            others: share of the processors that other programs used in the last seconds.
+        """
+        engine = self.engine
+        if self.throughput.should_repeat and others <= BUSY_SHARE and not engine.is_busy:
+            found = await engine.compute_thread.run(measure_throughput, self.model)
+            if found.others <= BUSY_SHARE:
+                self.throughput.measured_again(found)
+        if self.model.flash is None:
+            engine.budget = token_budget(self.throughput.current.forward / self.span.length)
 
     async def drain(self, finish_s: float, hand_over_s: float = HAND_OVER_TIMEOUT_S) -> None:
         """Stop serving: give sessions `finish_s` to end, then `hand_over_s` to move to other servers.
@@ -231,15 +248,15 @@ def _make_session_table(config: ResolvedConfig, model: SpanModel, observer: Serv
 
 def _make_engine(
     model: SpanModel,
-    throughput: Throughput,
+    throughput: ThroughputMeter,
     compute_thread: ComputeThread,
     observer: ServerObserver,
 ) -> Engine:
     if model.flash is None:
-        budget = token_budget(throughput.forward / model.span.length)
-        return Engine(compute_thread, budget, observer)
+        budget = token_budget(throughput.current.forward / model.span.length)
+        return Engine(compute_thread, budget, observer, throughput=throughput)
     # The network loop never waits for a drive.
-    return Engine(compute_thread, FLASH_ITERATION_TOKENS, observer, inline=False)
+    return Engine(compute_thread, FLASH_ITERATION_TOKENS, observer, inline=False, throughput=throughput)
 
 
 async def _load_model(config: ResolvedConfig, span: Span, compute_thread: ComputeThread) -> SpanModel:

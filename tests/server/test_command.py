@@ -7,6 +7,7 @@ import os
 import runpy
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
 import time
@@ -261,3 +262,20 @@ def test_memory_stays_near_what_the_weights_take(folder: Path, tmp_path: Path, s
         return psutil.Process(server.pid).memory_info().rss
 
     assert round((resident(tmp_path / "large") - resident(folder)) / block) == 2
+
+
+@pytest.mark.slow
+def test_a_throughput_that_other_programs_disturbed_is_measured_again(folder, start):
+    loop = [sys.executable, "-c", "while True: pass"]
+    others = [subprocess.Popen(loop) for _ in range(psutil.cpu_count() or 1)]
+    try:
+        server = start("swarm.server", str(folder), "--new-swarm", *LISTEN)
+        measured = server.wait_for(
+            r"^Throughput: (\d+) blocks/s .*measured, while others used (\d+)% of the processors"
+        )
+        assert int(measured[2]) > 20
+    finally:
+        for other in others:
+            other.kill()
+            other.wait()
+    server.wait_for(r"^Throughput: \d+ blocks/s, .*; measured again")

@@ -16,7 +16,7 @@ from torch import nn
 from swarm.models.attention.multi_session_attention import AttentionExtras, PackedBatch, PackedMask
 from swarm.models.execution.hooked_module import with_hidden_states
 from swarm.models.execution.span_model import SpanModel
-from swarm.models.execution.traced_forward import TokenFill, TracedForward
+from swarm.models.execution.traced_forward import TokenFill, trace_span
 
 
 class _KeyRecorder(PackedBatch):
@@ -53,8 +53,7 @@ def traced_fill(model: SpanModel) -> TokenFill:
             model.run_modules(batch, hidden_N1H, positions_N1)
         return tuple(recorder.stored)
 
-    example = torch.randn(2, 1, model.hidden_size).to(model.device, model.dtype)
-    forward = TracedForward(model.module, run, example, recorder).flat_results()
+    forward = trace_span(model, run, recorder).function(share=True)
     layers = tuple(recorder.layers)
 
     def fill(hidden_N1H: torch.Tensor, positions_N1: torch.Tensor, batch: PackedBatch) -> None:

@@ -1,33 +1,28 @@
-"""Reading hidden states by those operations of a model's forward alone that depend on them: final norm, head, and what
-the family does to logits.
+"""Reading hidden states by those calls of a model's forward alone that depend on them: final norm, head, and what the
+family does to logits.
 
 The forward of a family's model also embeds tokens, builds masks and positions, and asks its config many things. Where
-early hidden states are read for every token, that takes several times as long as norm and head of a small model. So one
-forward is recorded, what depends on the hidden states is kept, and later ones compute only that. No family is known
-here: the forward stays the reference, and a recording counts only if it gives the same logits, bit for bit, for hidden
-states other than those with which it was made.
+early hidden states are read for every token, that takes several times as long as norm and head of a small model. So the
+forward is traced, and later ones make only the calls that the logits need. No family is known here: the forward stays
+the reference, and a trace counts only if it gives the same logits, bit for bit, for hidden states other than those with
+which it was made.
 """
 
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
+
+from swarm.models.tracing import NotTraceable, Recorder, trace
 
 logger = logging.getLogger(__name__)
 
 Reading = Callable[[torch.Tensor], torch.Tensor]
 """Hidden states behind the last block, or as if they were, to logits, in inference."""
-
-MAX_RECORDINGS = 64
-"""One for each shape of hidden states, that is for each number of rows; those that were used last are kept. A recording
-is a list of calls and no copy of weights, and to make one takes as long as a few forwards."""
 
 
 class DirectReading:
@@ -36,13 +31,16 @@ class DirectReading:
     Not for hidden states that require gradients.
 
     Args:
-        whole: a model's forward. Weights may change, but stay the same tensors.
-        alone: in which forwards are recorded and compared: nothing of them may be computed by another thread.
+        whole: a model's forward, for any number of rows in front. Weights may change, but stay the same tensors.
+        alone: in which forwards are traced and compared: nothing of them may be computed by another thread.
     """
 
     def __init__(self, whole: Reading, alone: Callable[[], AbstractContextManager[object]] = nullcontext) -> None:
         self._whole, self._alone = whole, alone
-        self._readings: OrderedDict[tuple[torch.Size, torch.dtype, torch.device], Reading] = OrderedDict()
+        self._traced: dict[tuple[torch.Size, torch.dtype, torch.device], Reading] = {}
+        """For each form of a row."""
+        self._readings: dict[tuple[torch.Size, torch.dtype, torch.device], Reading] = {}
+        """For each shape, after a comparison."""
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         reading = self.prepare(hidden)
@@ -50,110 +48,38 @@ class DirectReading:
             return reading(hidden)
 
     def prepare(self, hidden: torch.Tensor) -> Reading:
-        """How hidden states like these are read, which takes a few forwards to find out at first."""
+        """How hidden states like these are read, which takes a forward to find out at first."""
         key = (hidden.shape, hidden.dtype, hidden.device)
-        reading = self._readings.get(key)
-        if reading is None:
-            reading = self._readings[key] = self._chosen(hidden)
-            if len(self._readings) > MAX_RECORDINGS:
-                self._readings.popitem(last=False)
-        self._readings.move_to_end(key)
-        return reading
+        if key not in self._readings:
+            with self._alone(), torch.no_grad():
+                self._readings[key] = self._chosen(hidden)
+        return self._readings[key]
 
-    @torch.no_grad()
     def _chosen(self, hidden: torch.Tensor) -> Reading:
-        """The recording for hidden states like these, or the whole forward if that reads them in another way."""
-        example = torch.linspace(-1, 1, hidden.numel(), device=hidden.device).view(hidden.shape).to(hidden.dtype)
-        with self._alone():
-            recorded = record(self._whole, example)
-            if recorded is not None and torch.equal(recorded(hidden), self._whole(hidden)):
-                return recorded
-        logger.debug("hidden states of shape %s are read with the whole forward", list(hidden.shape))
-        return self._whole
+        """The trace, or the whole forward if that reads hidden states like these in another way."""
+        key = (hidden.shape[1:], hidden.dtype, hidden.device)
+        if key not in self._traced:
+            self._traced[key] = trace_reading(self._whole, hidden)
+        traced = self._traced[key]
+        return traced if traced is self._whole or torch.equal(traced(hidden), self._whole(hidden)) else self._whole
 
 
-def record(whole: Reading, example: torch.Tensor) -> Reading | None:
-    """The operations of a forward that depend on its hidden states; None if its result does not.
-
-    Only calls of torch's functions are seen that take and return tensors as such, not inside of lists. So the caller
-    has to check what the recording is worth.
+def trace_reading(whole: Reading, like: torch.Tensor) -> Reading:
+    """The calls of a forward that its logits need, or the forward itself if it cannot be traced.
 
     Args:
-        example: hidden states to record it with. The recording is for others of the same shape, dtype and device.
-    """
-    with _Recorder(example) as recorder:
-        result = whole(example)
-    place = recorder.place(result)
-    if place is None:
-        return None
-    operations = _needed(recorder.operations, place)
-
-    def reading(hidden: torch.Tensor) -> torch.Tensor:
-        values = {_FIRST: hidden}
-        for one in operations:
-            arguments = [values[value.place] if type(value) is _Value else value for value in one.arguments]
-            values[one.result] = one.function(*arguments, **one.settings)
-        return values[place]
-
-    return reading
-
-
-_FIRST = 0
-"""Place of the hidden states among the values of a recording."""
-
-
-@dataclass(frozen=True)
-class _Value:
-    """Stands for a value of the recording among the arguments of an operation."""
-
-    place: int
-
-
-@dataclass(frozen=True)
-class _Operation:
-    """A call whose result depends on the hidden states.
-
-    Attributes:
-        result: place of its result.
+        like: hidden states of the form for which it is traced, of any number of rows.
     """
 
-    function: Callable[..., torch.Tensor]
-    arguments: Sequence[Any]
-    settings: Mapping[str, Any]
-    result: int
+    def make_inputs(rows: int) -> tuple[torch.Tensor]:
+        shape = (rows, *like.shape[1:])  # and no random numbers: a text that is sampled would be another one
+        return (torch.linspace(-1, 1, math.prod(shape), device=like.device).view(shape).to(like.dtype),)
 
+    def forward(recorder: Recorder, hidden: torch.Tensor) -> torch.Tensor:
+        return whole(hidden)
 
-class _Recorder(TorchFunctionMode):
-    """Meanwhile, calls of torch's functions by this thread are recorded that depend on `example`."""
-
-    def __init__(self, example: torch.Tensor) -> None:
-        super().__init__()
-        self.operations: list[_Operation] = []
-        self._places = {id(example): _FIRST}
-        self._kept: list[torch.Tensor] = [example]
-        """All values: one that is freed would leave its identity to another."""
-
-    def place(self, value: object) -> int | None:
-        """The place of a value that depends on the example; None for others."""
-        return self._places.get(id(value))
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        settings = kwargs or {}
-        result = func(*args, **settings)
-        if isinstance(result, torch.Tensor):
-            arguments = [_Value(self._places[id(one)]) if id(one) in self._places else one for one in args]
-            if any(type(one) is _Value for one in arguments):
-                self._kept.append(result)
-                place = self._places.setdefault(id(result), len(self._kept))  # in place: that of its input
-                self.operations.append(_Operation(func, arguments, settings, place))
-        return result
-
-
-def _needed(operations: Sequence[_Operation], place: int) -> list[_Operation]:
-    """Those of the operations on which the value at a place depends, in order."""
-    needed, found = {place}, []
-    for one in reversed(operations):
-        if one.result in needed:
-            needed |= {value.place for value in one.arguments if type(value) is _Value}
-            found.append(one)
-    return found[::-1]
+    try:
+        return trace(forward, make_inputs).function()
+    except NotTraceable as error:
+        logger.debug("hidden states are read with the whole forward: %s", error)
+        return whole

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from swarm.models.weights.frozen_linear import FrozenLinear
+from swarm.models.weights.frozen_linear import FrozenLinear, multiply
 from swarm.models.weights.weight_only import Int4Linear, int4_layout
 
 PIECE_VALUES = 1 << 21
@@ -194,7 +194,7 @@ class PackedLinear(FrozenLinear):
         result = tokens.new_empty(len(tokens), self.out_features)
         for rows in self.packed.pieces():
             part = self.packed.unpacked(self.expert, rows).to(inputs.dtype)
-            result[:, rows] = functional.linear(tokens, part)
+            result[:, rows] = multiply(tokens, part)
         if self.bias is not None:
             result += self.bias
         return result.view(*inputs.shape[:-1], self.out_features)

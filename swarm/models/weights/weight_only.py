@@ -13,9 +13,8 @@ from typing import cast
 
 import torch
 from torch import nn
-from torch.nn import functional
 
-from swarm.models.weights.frozen_linear import FrozenLinear
+from swarm.models.weights.frozen_linear import FrozenLinear, multiply
 
 INT4_GROUP_SIZE = 64
 """Weights that share a scale and an offset in int4."""
@@ -106,9 +105,7 @@ class Int8Linear(WeightOnlyLinear):
         return self.values[start:end].to(torch.bfloat16).mul_(self.scales[start:end].unsqueeze(1))
 
     def _multiply_part(self, tokens: torch.Tensor, start: int, end: int, result: torch.Tensor) -> None:
-        torch.mul(
-            functional.linear(tokens, self.values[start:end].to(tokens.dtype)), self.scales[start:end], out=result
-        )
+        torch.mul(multiply(tokens, self.values[start:end].to(tokens.dtype)), self.scales[start:end], out=result)
 
 
 class TwoDigitInt8Linear(Int8Linear):

@@ -27,6 +27,7 @@ from swarm.server.compute.batching_delay import BatchingDelay, CpuContentionMete
 from swarm.server.compute.compute_request import BackwardWork, ComputeResult, ForwardWork
 from swarm.server.compute.compute_thread import ComputeThread, call_in_loop, settle_future
 from swarm.server.compute.scheduler import MAX_SHORT_TOKENS, FairShares, QueuedTokens, next_batch
+from swarm.server.throughput.throughput_meter import ThroughputMeter
 
 MAX_ITERATION_S = 0.2
 """How long an iteration should take at most, because a decode step may have to wait for the chunk of a prompt."""
@@ -148,6 +149,7 @@ class Engine:
         compute_thread: where it computes.
         budget: tokens of one iteration.
         observer: is told of every iteration.
+        throughput: is told how long iterations of one request took.
         inline: whether a quick lone step may be computed in the network loop; not if computing may wait for a drive.
     """
 
@@ -157,7 +159,9 @@ class Engine:
         budget: int = MIN_ITERATION_TOKENS,
         observer: ServerObserver | None = None,
         inline: bool = True,
+        throughput: ThroughputMeter | None = None,
     ) -> None:
+        self._throughput = throughput
         self.compute_thread = compute_thread
         self._inline = inline
         self.budget = budget
@@ -382,6 +386,10 @@ class Engine:
                 queued.computation = None
             return [(queued, error) for queued, _ in chosen]
         self._observer.iteration_finished(computed, seconds)
+        if self._throughput is not None and len(chosen) == 1:
+            ((queued, tokens),) = chosen
+            if isinstance(queued.request, ForwardWork) and queued.request.exits is None:
+                self._throughput.record(queued.request.span.length, tokens, seconds)
         if short:
             self._batching_delay.on_iteration(seconds)
         return []

@@ -17,6 +17,7 @@ from functools import partial
 import torch
 
 from swarm.common import console
+from swarm.common.machine import OtherPrograms
 from swarm.data_structures import StepLayout
 from swarm.models.block_loading import return_freed_memory
 from swarm.models.execution.session_cache import SessionCache
@@ -35,7 +36,7 @@ BATCH_TOKENS = (16, 64, 256, 1024)
 SEQUENCE_TOKENS = 128
 """Tokens of one row of a batch: attention scores, which grow with its square, then take little memory."""
 
-MAX_FORWARD_S = 0.5
+MAX_FORWARD_S = 0.25
 REPEATS_PER_BATCH = 3
 
 FLASH_BATCH_TOKENS = 256
@@ -49,10 +50,12 @@ class Throughput:
     Attributes:
         decode: in steps of one token.
         forward: where many tokens are computed at once (prefill, training).
+        others: share of all processors that other programs used while this was measured.
     """
 
     decode: float
     forward: float
+    others: float = 0.0
 
 
 def determine_throughput(given: float | None, model: SpanModel, progress: bool = False) -> Throughput:
@@ -70,7 +73,7 @@ def determine_throughput(given: float | None, model: SpanModel, progress: bool =
         found.decode,
         found.decode / model.span.length,
         found.forward,
-        "measured" if given is None else "as given",
+        f"measured, while others used {found.others:.0%} of the processors" if given is None else "as given",
     )
     return found
 
@@ -86,7 +89,7 @@ def measure_throughput(model: SpanModel, progress: bool = False) -> Throughput:
         hidden_RTH = torch.randn(rows, length, model.hidden_size, generator=generator)
         return hidden_RTH.to(model.device, model.dtype)
 
-    title = "Measuring throughput" if progress else None
+    title, others = "Measuring throughput" if progress else None, OtherPrograms()
     with console.progress_bar(
         title, WARM_UP_STEPS + MEASURED_STEPS + len(BATCH_TOKENS) * REPEATS_PER_BATCH, "step"
     ) as bar:
@@ -99,7 +102,7 @@ def measure_throughput(model: SpanModel, progress: bool = False) -> Throughput:
         except torch.OutOfMemoryError:
             token = step  # not even the smallest batch fits
     return_freed_memory()  # the largest batch took more than any step will
-    return Throughput(model.span.length / step, model.span.length / token)
+    return Throughput(model.span.length / step, model.span.length / token, others.share())
 
 
 def _decode_step(model: SpanModel, tokens: Callable[[int, int], torch.Tensor], moved_on: Callable[[], object]) -> float:

@@ -79,7 +79,7 @@ def test_tokens_on_their_way_are_read_as_the_model_reads_them(model):
     model.register_forward_hook(lambda *_: calls.append(1))
     states = torch.randn(4, 2, 1, model.config.hidden_size)
     found = [forward.logits(hidden_R1H) for hidden_R1H in states]
-    assert len(calls) == 2, "recorded and compared"
+    assert len(calls) == 3, "traced by two and compared"
     assert all(one.equal(read_hidden(model, hidden)[:, -1]) for one, hidden in zip(found, states, strict=True))
 
 

@@ -13,7 +13,7 @@ from swarm.models.execution import strategy_choice
 from swarm.models.execution.span_model import SpanModel
 from swarm.models.execution.strategy import ExecutionStrategy
 from swarm.models.execution.strategy_choice import ScheduleRun, choose_forward, choose_layout
-from swarm.models.execution.traced_forward import FlatForward, TracedForward
+from swarm.models.execution.traced_forward import FlatForward
 from tests.models.execution.test_session_cache import load
 
 
@@ -138,13 +138,15 @@ def test_the_forward_of_small_blocks_is_traced(model, monkeypatch):
 
 
 def test_a_flat_forward_that_is_wrong_or_cannot_be_traced_is_not_used(model, monkeypatch, caplog):
-    monkeypatch.setattr(TracedForward, "flat", lambda self, layers: FlatForward(lambda *inputs: (), (lambda h: h,) * 3))
+    monkeypatch.setattr(
+        strategy_choice, "flat_forward", lambda model: FlatForward(lambda *inputs: (), (lambda h: h,) * 3)
+    )
     assert choose_forward(model).strategy == model.strategy
 
     def fails(*arguments):
         raise LookupError("no such operation")
 
-    monkeypatch.setattr(TracedForward, "flat", fails)
+    monkeypatch.setattr(strategy_choice, "flat_forward", fails)
     with caplog.at_level(logging.INFO):
         assert choose_forward(model).strategy == model.strategy
     assert "A flat forward is not used for these blocks: it fails: LookupError('no such operation')" in caplog.text

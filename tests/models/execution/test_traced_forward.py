@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from swarm.data_structures import Span, StepLayout
 from swarm.models.execution.session_cache import SessionCache, advance_steps
 from swarm.models.execution.span_model import SpanModel
-from swarm.models.execution.traced_forward import TracedForward
+from swarm.models.execution.traced_forward import flat_forward
 from swarm.models.weights.frozen_linear import prepack
 from tests.models.execution.test_session_cache import HIDDEN, close, load, slow
 
@@ -26,8 +26,7 @@ LENGTHS = st.lists(st.lists(st.integers(0, 7), min_size=1, max_size=3).filter(an
 
 def flat_of(model: SpanModel) -> SpanModel:
     """The model with a traced forward."""
-    flat = TracedForward(model.module, model.run_modules, torch.randn(2, 1, HIDDEN)).flat(model.layers)
-    return model.with_strategy(replace(model.strategy, flat=flat))
+    return model.with_strategy(replace(model.strategy, flat=flat_forward(model)))
 
 
 def outputs(model: SpanModel, sessions: list[list[int]], steps: int) -> torch.Tensor:
@@ -72,6 +71,6 @@ def test_flat_is_what_the_modules_compute(family, tmp_path_factory):
 def test_products_of_prepacked_weights_stay_calls(tmp_path_factory, monkeypatch):
     model = load("llama", tmp_path_factory)
     expected = outputs(model, [[3], [2, 2]], 3)
-    monkeypatch.setattr("swarm.models.weights.frozen_linear.MIN_PREPACKED_FP32_WEIGHTS", 0)
+    monkeypatch.setattr("swarm.models.weights.frozen_linear.MIN_FP32_WEIGHTS", 0)
     prepack(model.module)
     close(outputs(flat_of(model), [[3], [2, 2]], 3), expected)

@@ -1,4 +1,4 @@
-"""Prepacked linear layers against plain ones: results, gradients, memory, and every family that reads a weight."""
+"""Frozen linear layers against plain ones: results, gradients, memory, and every family that reads a weight."""
 
 from __future__ import annotations
 
@@ -11,22 +11,25 @@ from swarm.data_structures import Span
 from swarm.models.checkpoints.checkpoint import open_checkpoint
 from swarm.models.loading.span_loading import load_span
 from swarm.models.weights import frozen_linear
-from swarm.models.weights.frozen_linear import FrozenLinear, PrepackedLinear, can_prepack, prepack
+from swarm.models.weights.frozen_linear import ChunkedLinear, FrozenLinear, PrepackedLinear, can_prepack, prepack
 from tests import zoo
 from tests.models import test_zoo_spans
 
 CPU = torch.device("cpu")
-TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 """Error beside the largest result. Sums are taken in another order."""
 
 needs_fp32 = pytest.mark.skipif(not can_prepack(torch.float32), reason="torch has no oneDNN here")
 
 
-def dtypes() -> list:
-    return [
-        pytest.param(dtype, marks=pytest.mark.skipif(not can_prepack(dtype), reason="not on this processor"))
+def forms() -> list:
+    """Every way to hold a weight, as far as this processor can compute with it."""
+    skip = pytest.mark.skipif
+    prepacked = [
+        pytest.param(PrepackedLinear, dtype, marks=skip(not can_prepack(dtype), reason="not on this processor"))
         for dtype in (torch.float32, torch.bfloat16)
     ]
+    return [*prepacked, *((ChunkedLinear, dtype) for dtype in TOLERANCE)]
 
 
 def make(out: int, into: int, bias: bool, dtype: torch.dtype) -> nn.Linear:
@@ -41,11 +44,11 @@ def assert_close(result: torch.Tensor, expected: torch.Tensor, dtype: torch.dtyp
         assert (result - expected).abs().max() <= TOLERANCE[dtype] * expected.abs().max()
 
 
-@pytest.mark.parametrize("dtype", dtypes())
-def test_equals_a_plain_layer(dtype):
-    for out, into, bias in ((96, 64, True), (33, 17, False), (1, 40, True), (256, 512, False)):
+@pytest.mark.parametrize(("form", "dtype"), forms())
+def test_equals_a_plain_layer(form, dtype):
+    for out, into, bias in ((96, 64, True), (33, 17, False), (1, 40, True), (256, 512, False), (600, 48, True)):
         plain = make(out, into, bias, dtype)
-        packed = PrepackedLinear(plain)
+        packed = form(plain)
         assert torch.equal(packed.weight, plain.weight)
         assert packed.weight.layout is torch.strided
         for rows in (0, 1, 2, 3, 4, 7, 8, 33, 128, 1024):
@@ -55,11 +58,11 @@ def test_equals_a_plain_layer(dtype):
             assert torch.equal(inputs, before)
 
 
-@pytest.mark.parametrize("dtype", dtypes())
-def test_gradients_of_the_inputs(dtype):
-    plain = make(24, 40, True, dtype).requires_grad_(False)
-    packed, shape = PrepackedLinear(plain), (2, 3)
-    values, upstream = torch.randn(*shape, 40, dtype=dtype), torch.randn(*shape, 24, dtype=dtype)
+@pytest.mark.parametrize(("form", "dtype"), forms())
+def test_gradients_of_the_inputs(form, dtype):
+    plain = make(600, 40, True, dtype).requires_grad_(False)
+    packed, shape = form(plain), (2, 3)
+    values, upstream = torch.randn(*shape, 40, dtype=dtype), torch.randn(*shape, 600, dtype=dtype)
     gradients = []
     for module in (plain, packed):
         inputs = values.clone().requires_grad_()
@@ -71,17 +74,21 @@ def test_gradients_of_the_inputs(dtype):
 @needs_fp32
 @pytest.mark.parametrize("inputs", [torch.randn(2, 39), torch.randn(2, 40, dtype=torch.float64)])
 def test_inputs_that_do_not_fit_are_refused(inputs):
-    with pytest.raises(RuntimeError):
-        PrepackedLinear(make(24, 40, True, torch.float32))(inputs)
+    for form in (PrepackedLinear, ChunkedLinear):
+        with pytest.raises(RuntimeError):
+            form(make(24, 40, True, torch.float32))(inputs)
 
 
 @pytest.fixture
 def pack_all(monkeypatch):
-    monkeypatch.setattr(frozen_linear, "MIN_PREPACKED_FP32_WEIGHTS", 0)
+    monkeypatch.setattr(frozen_linear, "MIN_FP32_WEIGHTS", 0)
 
 
 @needs_fp32
-def test_which_layers_are_replaced(pack_all):
+@pytest.mark.parametrize(("instructions", "form"), [("AVX512", PrepackedLinear), ("AVX2", ChunkedLinear)])
+def test_which_layers_are_replaced(instructions, form, pack_all, monkeypatch):
+    monkeypatch.setattr(frozen_linear, "_instructions", lambda: instructions)
+
     class Special(nn.Linear):
         pass
 
@@ -91,20 +98,22 @@ def test_which_layers_are_replaced(pack_all):
     )
     layers["one"], layers["other"] = nn.Sequential(shared), nn.Sequential(shared)
     prepack(layers)
-    assert type(layers["plain"]) is PrepackedLinear
+    assert type(layers["plain"]) is form
     assert type(layers["special"]) is Special
     assert type(layers["wide"]) is nn.Linear
-    assert type(layers["one"][0]) is PrepackedLinear
+    assert type(layers["one"][0]) is form
     assert layers["one"][0] is layers["other"][0]
 
 
 @needs_fp32
+@pytest.mark.parametrize("instructions", ["AVX512", "AVX2"])
 @pytest.mark.parametrize("family", zoo.REPRESENTATIVES)
-def test_every_family_computes_the_same(family, tmp_path, monkeypatch, pack_all):
+def test_every_family_computes_the_same(family, instructions, tmp_path, monkeypatch, pack_all):
     """Also those that subclass linear layers, fuse experts, or read weights themselves."""
+    monkeypatch.setattr(frozen_linear, "_instructions", lambda: instructions)
     folder = zoo.make_checkpoint(family, tmp_path)
     packed = test_zoo_spans.load(folder, Span(0, zoo.BLOCKS))
-    monkeypatch.setattr(frozen_linear, "MIN_PREPACKED_FP32_WEIGHTS", float("inf"))
+    monkeypatch.setattr(frozen_linear, "MIN_FP32_WEIGHTS", float("inf"))
     plain = test_zoo_spans.load(folder, Span(0, zoo.BLOCKS))
     assert packed.weight_bytes == plain.weight_bytes
     assert packed.digests == plain.digests

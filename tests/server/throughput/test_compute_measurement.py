@@ -119,7 +119,8 @@ def test_a_batch_that_does_not_fit_into_memory_is_not_needed(model, monkeypatch,
 
     monkeypatch.setattr(model, "forward", forward)
     expected = 3 / 1e-4 if fits else 3 / 0.01
-    assert measure_throughput(model) == Throughput(pytest.approx(3 / 0.01), pytest.approx(expected))
+    found = measure_throughput(model)
+    assert (found.decode, found.forward) == (pytest.approx(3 / 0.01), pytest.approx(expected))
 
 
 def test_tokens_differ_so_that_they_go_to_different_experts(model, monkeypatch):
@@ -135,7 +136,10 @@ def test_tokens_differ_so_that_they_go_to_different_experts(model, monkeypatch):
 def test_what_was_given_counts_for_both_rates_and_nothing_is_measured(model, monkeypatch, caplog):
     caplog.set_level(logging.INFO)
     monkeypatch.setattr(throughput, "measure_throughput", lambda model, progress: Throughput(10.0, 100.0))
-    for given, expected, source in [(None, (10.0, 100.0), "measured"), (12.5, (12.5, 12.5), "as given")]:
+    for given, expected, source in [
+        (None, (10.0, 100.0), "measured, while others used 0% of the processors"),
+        (12.5, (12.5, 12.5), "as given"),
+    ]:
         assert determine_throughput(given, model) == Throughput(*expected)
         message = caplog.records[-1].getMessage()
         assert message.startswith("Throughput: ")
