@@ -265,17 +265,14 @@ def test_memory_stays_near_what_the_weights_take(folder: Path, tmp_path: Path, s
 
 
 @pytest.mark.slow
-def test_a_throughput_that_other_programs_disturbed_is_measured_again(folder, start):
+def test_it_says_how_busy_the_machine_was_while_throughput_was_measured(folder, start):
     loop = [sys.executable, "-c", "while True: pass"]
     others = [subprocess.Popen(loop) for _ in range(psutil.cpu_count() or 1)]
     try:
         server = start("swarm.server", str(folder), "--new-swarm", *LISTEN)
-        measured = server.wait_for(
-            r"^Throughput: (\d+) blocks/s .*measured, while others used (\d+)% of the processors"
-        )
-        assert int(measured[2]) > 20
+        measured = server.wait_for(r"^Throughput: .*; measured, while others used (\d+)% of the processors$")
+        assert int(measured[1]) > 20
     finally:
         for other in others:
             other.kill()
             other.wait()
-    server.wait_for(r"^Throughput: \d+ blocks/s, .*; measured again")

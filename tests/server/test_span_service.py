@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +25,15 @@ from swarm.models.loading.flash_preparation import plan_for_flash
 from swarm.protocol.adapter_encoding import pack_adapters
 from swarm.server import span_service as span_service_module
 from swarm.server.compute.compute_thread import ComputeThread
+from swarm.server.compute.engine import token_budget
 from swarm.server.config import ExitsOption, ServerConfig
 from swarm.server.flash_budget import FlashBudget, flash_footprint
 from swarm.server.memory_budget import MemoryBudget
 from swarm.server.resolved_config import ResolvedConfig
 from swarm.server.sessions.session import SessionTerms
 from swarm.server.span_service import SpanService
+from swarm.server.throughput.compute_measurement import Throughput
+from swarm.server.throughput.throughput_meter import ThroughputMeter
 from tests import zoo
 from tests.memory_hub import MemoryHub, MemoryNetwork
 
@@ -168,3 +172,23 @@ def test_blocks_on_flash_are_counted_and_let_go_of_when_the_server_leaves(checkp
     descriptors = Path("/proc/self/fd")
     opened = [os.readlink(descriptors / name) for name in os.listdir(descriptors) if (descriptors / name).is_symlink()]
     assert not [path for path in opened if path.startswith(str(tmp_path))]
+
+
+def test_a_disturbed_measurement_is_repeated_when_others_use_less(checkpoint, monkeypatch):
+    found = iter([Throughput(50.0, 500.0, others=0.5), Throughput(200.0, 90_000.0, others=0.1)])
+    monkeypatch.setattr(span_service_module, "measure_throughput", lambda model: next(found))
+    loaded = asyncio.run(load(checkpoint))
+    disturbed = Throughput(100.0, 100.0, others=0.9)
+    service = replace(loaded, throughput=ThroughputMeter(disturbed, SPAN.length))
+
+    async def follow(*shares: float) -> list[Throughput]:
+        service.engine.compute_thread, announced = ComputeThread(), []
+        for share in shares:
+            await service.follow_throughput(share)
+            announced.append(service.throughput.current)
+        service.engine.compute_thread.close()
+        return announced
+
+    announced = asyncio.run(follow(0.9, 0.0, 0.0, 0.0))
+    assert announced == [disturbed, disturbed, *[Throughput(200.0, 90_000.0, others=0.1)] * 2]
+    assert service.engine.budget == token_budget(90_000.0 / SPAN.length)
