@@ -10,23 +10,28 @@ CGROUP = Path("/sys/fs/cgroup")
 """Where a container finds its own limits (cgroup v2)."""
 
 
-class OtherPrograms:
-    """How much of this machine's processors other programs use, from when this was made."""
+class ProcessorUse:
+    """How much of all processors' time programs have used since this was made."""
 
     def __init__(self) -> None:
         self._process = psutil.Process()
         self._before = self._seconds()
 
-    def share(self) -> float:
-        """Share of all processors' time, 0 to 1; 0 after no time at all."""
-        passed, used = (now - then for now, then in zip(self._seconds(), self._before, strict=True))
-        return min(1.0, max(0.0, used / passed)) if passed > 0 else 0.0
+    def shares(self) -> tuple[float, float]:
+        """What all programs have used, and this process alone; 0 to 1, and 0 after no time at all."""
+        passed, used, own = (now - then for now, then in zip(self._seconds(), self._before, strict=True))
+        return (min(1.0, used / passed), min(1.0, own / passed)) if passed > 0 else (0.0, 0.0)
 
-    def _seconds(self) -> tuple[float, float]:
-        """Processor time that has passed, and that others have used."""
+    def others(self) -> float:
+        """What other programs have used."""
+        used, own = self.shares()
+        return max(0.0, used - own)
+
+    def _seconds(self) -> tuple[float, float, float]:
+        """Processor time that has passed, that all have used, and this process alone."""
         times, own = psutil.cpu_times(), self._process.cpu_times()
         passed = sum(times) - getattr(times, "guest", 0.0) - getattr(times, "guest_nice", 0.0)  # part of user and nice
-        return passed, passed - times.idle - getattr(times, "iowait", 0.0) - own.user - own.system
+        return passed, passed - times.idle - getattr(times, "iowait", 0.0), own.user + own.system
 
 
 def available_memory() -> int:

@@ -77,10 +77,11 @@ class ServerObserver:
     def memory_refused(self) -> None:
         """A stream or a request found no memory."""
 
-    def span_loaded(
-        self, model: str, revision: str, dtype: str, quantization: str, span: Span, throughput: float
-    ) -> None:
-        """A span was loaded. `throughput` is what is announced, in blocks x tokens per second."""
+    def span_loaded(self, model: str, revision: str, dtype: str, quantization: str, span: Span) -> None:
+        """A span was loaded."""
+
+    def throughput_announced(self, throughput: float) -> None:
+        """The server announces that it computes so many blocks x tokens per second."""
 
     def flash_used(self, use: FlashUse) -> None:
         """Blocks on flash read this since the last report."""
@@ -236,12 +237,12 @@ class ServerMetrics(ServerObserver):
     def memory_refused(self) -> None:
         self._memory_refusals.inc()
 
-    def span_loaded(
-        self, model: str, revision: str, dtype: str, quantization: str, span: Span, throughput: float
-    ) -> None:
+    def span_loaded(self, model: str, revision: str, dtype: str, quantization: str, span: Span) -> None:
         self._model.info({"model": model, "revision": revision, "dtype": dtype, "quantization": quantization})
         self._start.set(span.start)
         self._end.set(span.end)
+
+    def throughput_announced(self, throughput: float) -> None:
         self._throughput.set(throughput)
 
     def span_moved(self, urgent: bool, arrived: bool) -> None:

@@ -13,7 +13,7 @@ from contextlib import suppress
 import torch
 
 from swarm.common.dtypes import dtype_name
-from swarm.common.machine import OtherPrograms
+from swarm.common.machine import ProcessorUse
 from swarm.common.version import VERSION
 from swarm.data_structures import Mobility, ModelInfo, ServerInfo, ServerState, Span
 from swarm.dht.announcer import Announcer, adapter_names
@@ -315,11 +315,13 @@ class Server:
         if state is ServerState.ONLINE and not reach.is_reachable:
             state = ServerState.JOINING
         service = self._service if state is not ServerState.JOINING else None
+        throughput = service.throughput.current.decode if service else self._throughput
+        self._observer.throughput_announced(throughput)
         return ServerInfo(
             peer_id=self.peer.peer_id,
             span=self.span,
             state=state,
-            throughput=service.throughput.current.decode if service else self._throughput,
+            throughput=throughput,
             cache_tokens_free=max(0, service.sessions.free) if service else 0,
             revision=config.checkpoint.revision,
             digests=tuple(service.model.digests) if service else (),
@@ -352,12 +354,12 @@ class Server:
 
     async def _expire_sessions(self) -> None:
         while True:
-            others = OtherPrograms()
+            use = ProcessorUse()
             await asyncio.sleep(EXPIRY_PERIOD_S)
             if self._service is not None:
                 self._service.expire()
                 with suppress(ServerClosing):
-                    await self._service.follow_throughput(others.share())
+                    await self._service.follow_throughput(use.others())
             if self._points is not None:
                 await self._points.save()
 

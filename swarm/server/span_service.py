@@ -134,7 +134,7 @@ class SpanService:
         for parts in public:
             adapters.add_public(model.adapted.prepare(parts))
         dtype = dtype_name(config.dtype)
-        observer.span_loaded(checkpoint.name, checkpoint.revision, dtype, config.quantization, span, measured.decode)
+        observer.span_loaded(checkpoint.name, checkpoint.revision, dtype, config.quantization, span)
         own = slice(span.start, span.end)
         limits = RequestLimits(
             memory=config.request_memory,
@@ -193,8 +193,7 @@ class SpanService:
             found = await engine.compute_thread.run(measure_throughput, self.model)
             if found.others <= BUSY_SHARE:
                 self.throughput.measured_again(found)
-        if self.model.flash is None:
-            engine.budget = token_budget(self.throughput.current.forward / self.span.length)
+        engine.budget = _iteration_tokens(self.model, self.throughput)
 
     async def drain(self, finish_s: float, hand_over_s: float = HAND_OVER_TIMEOUT_S) -> None:
         """Stop serving: give sessions `finish_s` to end, then `hand_over_s` to move to other servers.
@@ -252,11 +251,14 @@ def _make_engine(
     compute_thread: ComputeThread,
     observer: ServerObserver,
 ) -> Engine:
-    if model.flash is None:
-        budget = token_budget(throughput.current.forward / model.span.length)
-        return Engine(compute_thread, budget, observer, throughput=throughput)
-    # The network loop never waits for a drive.
-    return Engine(compute_thread, FLASH_ITERATION_TOKENS, observer, inline=False, throughput=throughput)
+    inline = model.flash is None  # the network loop never waits for a drive
+    return Engine(compute_thread, _iteration_tokens(model, throughput), observer, inline, throughput)
+
+
+def _iteration_tokens(model: SpanModel, throughput: ThroughputMeter) -> int:
+    if model.flash is not None:
+        return FLASH_ITERATION_TOKENS
+    return token_budget(throughput.current.forward / model.span.length)
 
 
 async def _load_model(config: ResolvedConfig, span: Span, compute_thread: ComputeThread) -> SpanModel:

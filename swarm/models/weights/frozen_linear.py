@@ -153,7 +153,7 @@ class ChunkedLinear(FrozenLinear):
 
 def multiply(inputs: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """`inputs @ weight.T` without gradients, for a weight that was made for this product."""
-    if weight.device.type == "cpu" and _instructions() == "AVX2":
+    if weight.device.type == "cpu" and weight.dtype in CHUNK_ROWS and _instructions() == "AVX2":
         return _in_chunks(inputs, weight)
     return functional.linear(inputs, weight)
 

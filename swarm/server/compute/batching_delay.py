@@ -20,8 +20,7 @@ import time
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-import psutil
-
+from swarm.common.machine import ProcessorUse
 from swarm.data_structures import Span
 from swarm.server.compute.scheduler import may_share_pass
 
@@ -195,7 +194,7 @@ class CpuContentionMeter:
     """Measures CPU contention, at most once per `SAMPLE_PERIOD_S`, whenever it is asked."""
 
     def __init__(self) -> None:
-        self._process = psutil.Process()
+        self._use = ProcessorUse()
         self._measured_at = -SAMPLE_PERIOD_S
         self._level = 0.0
 
@@ -204,6 +203,6 @@ class CpuContentionMeter:
         now = time.monotonic()
         if now - self._measured_at >= SAMPLE_PERIOD_S:
             self._measured_at = now
-            own = self._process.cpu_percent() / (psutil.cpu_count() or 1)
-            self._level = cpu_contention(psutil.cpu_percent() / 100, own / 100)
+            self._level = cpu_contention(*self._use.shares())
+            self._use = ProcessorUse()
         return self._level

@@ -17,7 +17,7 @@ from functools import partial
 import torch
 
 from swarm.common import console
-from swarm.common.machine import OtherPrograms
+from swarm.common.machine import ProcessorUse
 from swarm.data_structures import StepLayout
 from swarm.models.block_loading import return_freed_memory
 from swarm.models.execution.session_cache import SessionCache
@@ -89,7 +89,7 @@ def measure_throughput(model: SpanModel, progress: bool = False) -> Throughput:
         hidden_RTH = torch.randn(rows, length, model.hidden_size, generator=generator)
         return hidden_RTH.to(model.device, model.dtype)
 
-    title, others = "Measuring throughput" if progress else None, OtherPrograms()
+    title, use = "Measuring throughput" if progress else None, ProcessorUse()
     with console.progress_bar(
         title, WARM_UP_STEPS + MEASURED_STEPS + len(BATCH_TOKENS) * REPEATS_PER_BATCH, "step"
     ) as bar:
@@ -102,7 +102,7 @@ def measure_throughput(model: SpanModel, progress: bool = False) -> Throughput:
         except torch.OutOfMemoryError:
             token = step  # not even the smallest batch fits
     return_freed_memory()  # the largest batch took more than any step will
-    return Throughput(model.span.length / step, model.span.length / token, others.share())
+    return Throughput(model.span.length / step, model.span.length / token, use.others())
 
 
 def _decode_step(model: SpanModel, tokens: Callable[[int, int], torch.Tensor], moved_on: Callable[[], object]) -> float:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import statistics
-from collections import deque
 
 from swarm.server.throughput.compute_measurement import Throughput
 
@@ -39,8 +38,8 @@ class ThroughputMeter:
     def __init__(self, measured: Throughput, blocks: int, is_given: bool = False) -> None:
         self.current = measured
         self._blocks, self._is_given = blocks, is_given
-        self._decode: deque[float] = deque(maxlen=SAMPLES)
-        self._forward: deque[float] = deque(maxlen=SAMPLES)
+        self._decode: list[float] = []
+        self._forward: list[float] = []
 
     @property
     def should_repeat(self) -> bool:
@@ -70,13 +69,11 @@ class ThroughputMeter:
         self.current = found
 
 
-def _corrected(announced: float, samples: deque[float], rate: float) -> float | None:
+def _corrected(announced: float, samples: list[float], rate: float) -> float | None:
     """What to announce instead, if the latest iterations agree that it is something else."""
     samples.append(rate)
     if len(samples) < SAMPLES:
         return None
     median = statistics.median(samples)
-    if announced / TOLERANCE <= median <= announced * TOLERANCE:
-        return None
-    samples.clear()
-    return median
+    samples.clear()  # the next ones are counted anew: a median for each step would slow down every hop
+    return None if announced / TOLERANCE <= median <= announced * TOLERANCE else median

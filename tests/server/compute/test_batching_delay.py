@@ -196,15 +196,14 @@ def test_others_crowd_it_by_what_they_use(used, expected):
 
 def test_other_processes_are_gone_again_when_it_measures_next(monkeypatch):
     """The machine is played: others may keep a real one busy for as long as they like."""
-    used = 90.0
-    monkeypatch.setattr(batching_delay.psutil, "cpu_percent", lambda: used)
+    used = 0.9
+    monkeypatch.setattr(batching_delay, "ProcessorUse", lambda: SimpleNamespace(shares=lambda: (used, 0.0)))
 
     async def scenario():
         nonlocal used
         meter = CpuContentionMeter()
-        meter._process = SimpleNamespace(cpu_percent=lambda: 0.0)
         assert meter.level() == 1
-        used = 10.0
+        used = 0.1
         await asyncio.sleep(0.9 * SAMPLE_PERIOD_S)
         assert meter.level() == 1
         await asyncio.sleep(0.2 * SAMPLE_PERIOD_S)
