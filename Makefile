@@ -63,26 +63,7 @@ fuzz: $(VENV)/dev
 	$(BIN)/python -m tests.fuzz $(FUZZ_ARGS)
 
 bench: $(VENV)/dev
-	$(BIN)/python -m benchmarks.decoding.chain
-	$(BIN)/python -m benchmarks.decoding.chain --shape small
-	$(BIN)/python -m benchmarks.decoding.chain --shape hybrid
-	$(BIN)/python -m benchmarks.serving.clients
-	$(BIN)/python -m benchmarks.serving.start
-	$(BIN)/python -m benchmarks.decoding.lanes
-	$(BIN)/python -m benchmarks.decoding.prefill
-	$(BIN)/python -m benchmarks.decoding.memory
-	$(BIN)/python -m benchmarks.network.wire
-	$(BIN)/python -m benchmarks.decoding.quantization
-	$(BIN)/python -m benchmarks.network.push
-	$(BIN)/python -m benchmarks.network.failover
-	$(BIN)/python -m benchmarks.network.routing
-	$(BIN)/python -m benchmarks.weights
-	$(BIN)/python -m benchmarks.training
-	$(BIN)/python -m benchmarks.serving.gateway
-	$(BIN)/python -m benchmarks.serving.gateway --kill
-	$(BIN)/python -m benchmarks.decoding.heads
-	$(BIN)/python -m benchmarks.decoding.parts
-	$(BIN)/python -m benchmarks.flash
+	$(BIN)/python -m benchmarks.all --json
 
 # What a GPU has to prove, in eight minutes. Installs nothing where torch is there already, and needs no network then:
 # takes the environment, PYTHON or python3, whichever has torch first; a PYTHON that was named comes before the others.

@@ -93,12 +93,12 @@ class LyingStream:
         self._lie = lie
         self._applies = applies
 
-    async def send(self, message: messages.Message, payload: Bytes = b"") -> None:
+    async def send(self, message: messages.Message, payload: Bytes = b"", timeout_s: float | None = None) -> None:
         sent: Sent = (message, payload)
         if self._applies(message):
             sent = self._lie(message, payload)
         if sent is not None:
-            await self._stream.send(*sent)
+            await self._stream.send(*sent, timeout_s)
 
 
 def is_reply(message: messages.Message) -> bool:

@@ -15,7 +15,7 @@ from typing import Any
 from swarm.errors import PeerLost, ProtocolViolation
 from swarm.protocol.messages import Message
 from swarm.transport.identity import Signature
-from swarm.transport.stream import FrameStream, Stream, StreamHandler
+from swarm.transport.stream import UNWATCHED_BYTES, FrameStream, Stream, StreamHandler
 
 MAX_UNREAD_BYTES = 1 << 18
 """Bytes that can be written to a hanging peer before the writer has to wait."""
@@ -221,8 +221,12 @@ class _Pipe:
 
     async def wait_for_space(self) -> None:
         """Wait until less than `MAX_UNREAD_BYTES` are held back."""
-        while self._hub.is_held(self.between) and sum(len(data or b"") for data in self._in_flight) > MAX_UNREAD_BYTES:
+        while self.held_bytes() > MAX_UNREAD_BYTES:
             await self._hub.wait_until_released(self.between)
+
+    def held_bytes(self) -> int:
+        """How much waits because one of the peers hangs."""
+        return sum(len(data or b"") for data in self._in_flight) if self._hub.is_held(self.between) else 0
 
     def cut(self) -> None:
         """End the stream: the reader keeps what it already has; what is in flight is lost."""
@@ -258,6 +262,11 @@ class _PipeWriter:
     def transport(self) -> _PipeWriter:
         return self
 
+    def get_write_buffer_size(self) -> int:
+        """More than asyncio's low-water mark if `drain` waits, however few bytes a test has that happen with."""
+        held = self._out.held_bytes()
+        return held if held <= MAX_UNREAD_BYTES else UNWATCHED_BYTES + held
+
     def abort(self) -> None:
         self.close()
 
@@ -276,9 +285,9 @@ class _MemoryStream(FrameStream):
         super().__init__(peer_id, back.reader, writer)
         self._drops: Callable[[Message], bool] = lambda message: hub.drops(mine, peer_id, message)
 
-    async def send(self, message: Message, payload: bytes | memoryview = b"") -> None:
+    async def send(self, message: Message, payload: bytes | memoryview = b"", timeout_s: float | None = None) -> None:
         if not self._drops(message):
-            await super().send(message, payload)
+            await super().send(message, payload, timeout_s)
 
 
 def stream_pair(left: str, right: str, hub: MemoryHub | None = None) -> tuple[FrameStream, FrameStream]:

@@ -73,8 +73,8 @@ class DelayedStream:
         self._arrived = asyncio.Event()
         self._reader = asyncio.get_running_loop().create_task(self._read())
 
-    async def send(self, message: Message, payload: bytes | memoryview = b"") -> None:
-        await self._stream.send(message, payload)
+    async def send(self, message: Message, payload: bytes | memoryview = b"", timeout_s: float | None = None) -> None:
+        await self._stream.send(message, payload, timeout_s)
 
     async def receive(self, max_payload: PayloadLimit = MAX_PAYLOAD_BYTES, admit: AdmitFrame | None = None) -> Frame:
         """Receive the next frame. The limit is ignored because peers are not hostile here."""

@@ -9,7 +9,6 @@ alternately with a plain head and with the shared one.
 
 from __future__ import annotations
 
-import argparse
 import threading
 import time
 from concurrent.futures import Future
@@ -17,8 +16,7 @@ from concurrent.futures import Future
 import torch
 from torch import nn
 
-from benchmarks.common import machine
-from benchmarks.common.tables import spread
+from benchmarks.common.report import Report, report_parser
 from swarm.client.threads.compute_lock import ComputeLock, ComputeTicket, share_head
 
 
@@ -44,28 +42,23 @@ def run(head: nn.Module, width: int, lanes: int, steps: int) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = report_parser(__doc__)
     parser.add_argument("--width", type=int, default=1024)
     parser.add_argument("--vocabulary", type=int, default=151_936)
     parser.add_argument("--lanes", type=int, default=8)
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--repeats", type=int, default=5)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     plain = nn.Linear(arguments.width, arguments.vocabulary, bias=False)
     shared = nn.Linear(arguments.width, arguments.vocabulary, bias=False)
     share_head(shared)
-    times: dict[str, list[float]] = {"one product per lane": [], "together": []}
-    for _ in range(arguments.repeats):
-        for found, head in zip(times.values(), (plain, shared), strict=True):
-            found.append(run(head, arguments.width, arguments.lanes, arguments.steps) * 1e3)
-    ratios = [alone / together for alone, together in zip(*times.values(), strict=True)]
-    print(", ".join(f"{name} {value}" for name, value in machine.describe().items()), end="\n\n")
-    print(f"{arguments.lanes} lanes, head of {arguments.width} x {arguments.vocabulary}, fp32; median (range)\n")
-    print("| | ms per token |\n| --- | --- |")
-    for name, found in times.items():
-        print(f"| {name} | {spread(found)} |")
-    print(f"| speedup | {spread(ratios)} |")
+    how = arguments.width, arguments.lanes, arguments.steps
+    with Report(arguments) as report:
+        for _ in report.rounds(f"{arguments.lanes} lanes, head of {arguments.width} x {arguments.vocabulary}, fp32"):
+            alone, together = run(plain, *how), run(shared, *how)
+            report.add("ms a token, one product a lane", 1e3 * alone)
+            report.add("ms a token, together", 1e3 * together, "less")
+            report.add("speedup", alone / together, "more", decides=True)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 """Memory of each device of a ring that its starter sets up, and its tokens/s, relative to the model on one device.
 
-    python -m benchmarks.decoding.memory [--model nano tinyllama] [--dtype bfloat16] [--tokens 32] [--repeats 3]
-        [--json FILE]
+    python -m benchmarks.decoding.memory [--model nano tinyllama] [--dtype bfloat16] [--tokens 32]
 
 The partitions are those of MDI-LLM's tables I and II. The starter (`swarm.Ring`) is the only one that can read the
 model; each worker (`swarm worker`) is a process in an empty folder, and gets its weights from the starter. A worker's
@@ -28,7 +27,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -36,9 +35,8 @@ import psutil
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from benchmarks.common import machine
-from benchmarks.common.tables import spread
-from benchmarks.decoding.chain import seconds_per_token
+from benchmarks.common.report import Report, report_parser, spread
+from benchmarks.decoding.lanes import seconds_per_token
 from swarm import Ring
 from swarm.common.dtypes import HIDDEN_DTYPES
 from swarm.models.checkpoints.checkpoint import open_checkpoint
@@ -224,7 +222,7 @@ def bytes_of(path: Path, dtype: str, tokens: int) -> tuple[list[int], int]:
 
 
 def measure_ring(
-    path: Path, dtype: str, blocks: tuple[int, ...], tokens: int, repeats: int, expected: list[list[int]]
+    path: Path, dtype: str, tokens: int, blocks: tuple[int, ...], repeats: int, expected: list[list[int]]
 ) -> MeasuredRing:
     """Start the workers, and the starter."""
     ring = MeasuredRing(blocks)
@@ -288,7 +286,7 @@ def table(name: str, dtype: str, rings: list[MeasuredRing], nothing: Device) -> 
             *(" + ".join(f"{getattr(d, what) / MEGA:.0f}" for d in ring.devices) for what in ("model", "resident")),
             f"{share:.2f}",
             " + ".join(map(str, paper)) if paper else "does not fit",
-            spread(ring.rates, 1),
+            spread(ring.rates),
             spread(ratios),
         )
         lines.append(f"| {' | '.join(columns)} |")
@@ -315,12 +313,10 @@ def tell(found: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = report_parser(__doc__, repeats=3)
     parser.add_argument("--model", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--dtype", choices=HIDDEN_DTYPES, default="bfloat16")
     parser.add_argument("--tokens", type=int, default=32)
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--json", type=Path, help="write the raw figures here too")
     parser.add_argument("--part", nargs="+", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     quiet_hivemind()
@@ -328,21 +324,21 @@ def main() -> None:
     if arguments.part:
         run_part(arguments.part)
         return
-    about, nothing = machine.describe(), empty()
-    print(", ".join(f"{name} {value}" for name, value in about.items()))
-    found: dict[str, list[MeasuredRing]] = {}
-    for name in arguments.model:
-        with tempfile.TemporaryDirectory() as folder:
-            path = make_model(name, arguments.dtype, Path(folder))
-            how = (path, arguments.dtype)
-            whole, tokens = measure_alone(*how, arguments.tokens, arguments.repeats)
-            found[name] = [whole]
-            for blocks in RINGS[name]:
-                found[name].append(measure_ring(*how, blocks, arguments.tokens, arguments.repeats, tokens))
-        print("\n" + table(name, arguments.dtype, found[name], nothing), flush=True)
-    if arguments.json:
-        raw = {name: [asdict(ring) for ring in rings] for name, rings in found.items()}
-        arguments.json.write_text(json.dumps({"machine": about, "rings": raw}, indent=2) + "\n")
+    with Report(arguments) as report:
+        nothing = empty()
+        for name in arguments.model:
+            with tempfile.TemporaryDirectory() as folder:
+                how = make_model(name, arguments.dtype, Path(folder)), arguments.dtype, arguments.tokens
+                whole, tokens = measure_alone(*how, arguments.repeats)
+                rings = [whole, *(measure_ring(*how, blocks, arguments.repeats, tokens) for blocks in RINGS[name])]
+            report.note(table(name, arguments.dtype, rings, nothing) + "\n")
+            for ring in rings:
+                where = f"{name}, devices: {len(ring.devices)}"
+                for rate, alone_rate in zip(ring.rates, whole.rates, strict=True):
+                    report.add("tokens/s", rate, "more", where=where)
+                    report.add("times one device", rate / alone_rate, "more", where=where)
+                resident_mb = max(device.resident for device in ring.devices) / MEGA
+                report.add("MB of the largest device", resident_mb, "less", where=where)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """What parts of a span cost, and what steps of different parts gain by sharing a pass.
 
-    python -m benchmarks.decoding.parts [--shape small] [--blocks 12] [--repeats 30]
+    python -m benchmarks.decoding.parts [--shape small] [--blocks 12]
 
 In one process, without network: decode steps of sessions of 64 positions, fp32, one torch thread, in turns. First one
 and eight sessions pass the span as one part, as two, and as four, one after the other. Then eight sessions of the whole
@@ -9,7 +9,6 @@ span meet four of its first half and four of its second half, in three passes an
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import tempfile
 import time
@@ -18,9 +17,8 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.common import machine
+from benchmarks.common.report import Report, report_parser
 from benchmarks.common.shapes import SHAPES, make_model
-from benchmarks.common.tables import spread, table
 from swarm.data_structures import Span, StepLayout
 from swarm.models.checkpoints.checkpoint import open_checkpoint
 from swarm.models.execution.session_cache import SessionCache, advance_steps
@@ -75,40 +73,39 @@ def meeting(model: SpanModel) -> dict[str, Callable[[], None]]:
     return {"8 whole, 4 + 4 halves: one pass": in_passes([*whole, *head, *tail]), "apart": in_passes(whole, head, tail)}
 
 
-def measure(ways: Mapping[str, Callable[[], None]], repeats: int) -> list[tuple[str, str, str]]:
-    """Rows of a table: each way, its milliseconds, and how many times as long as the first one it takes."""
-    times: dict[str, list[float]] = {name: [] for name in ways}
-    for number in range(repeats + 3):
+def measure(report: Report, ways: Mapping[str, Callable[[], None]]) -> None:
+    """Each way in turn: its milliseconds, and how many times as long as the first one it takes."""
+    for step in ways.values():
+        for _ in range(3):
+            step()
+    for _ in report.rounds(next(iter(ways))):
+        first = None
         for name, step in ways.items():
             began = time.perf_counter()
             step()
-            if number >= 3:
-                times[name].append((time.perf_counter() - began) * 1e3)
-    first = next(iter(times.values()))
-    return [
-        (name, spread(found, 1), spread([one / base for one, base in zip(found, first, strict=True)]))
-        for name, found in times.items()
-    ]
+            taken = time.perf_counter() - began
+            first = first or taken
+            report.add("ms", 1e3 * taken, "less", where=name)
+            report.add("times the first", taken / first, "less", decides=True, where=name)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = report_parser(__doc__, repeats=30)
     parser.add_argument("--shape", choices=SHAPES, default="small")
     parser.add_argument("--blocks", type=int, default=12)
-    parser.add_argument("--repeats", type=int, default=30)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         checkpoint = open_checkpoint(make_model(arguments.shape, Path(folder)))
         span = Span(0, min(arguments.blocks, checkpoint.blocks))
         model = choose_forward(load_span(checkpoint, span, dtype=torch.float32, device=CPU))
-    print(", ".join((*machine.describe().values(), str(model.strategy))), flush=True)
-    rows = []
-    for sessions in (1, 8):
-        ways = {f"sessions: {sessions}, parts: {parts}": cut(model, parts, sessions) for parts in (1, 2, 4)}
-        rows += measure(ways, arguments.repeats)
-    rows += measure(meeting(model), arguments.repeats)
-    print(f"\nMedian (range) of {arguments.repeats}\n\n{table(('steps', 'ms', 'times the first'), rows)}")
+    with Report(arguments) as report:
+        report.note(f"{arguments.shape}, {span.length} blocks, {model.strategy}")
+        for sessions in (1, 8):
+            measure(
+                report, {f"sessions: {sessions}, parts: {parts}": cut(model, parts, sessions) for parts in (1, 2, 4)}
+            )
+        measure(report, meeting(model))
 
 
 if __name__ == "__main__":

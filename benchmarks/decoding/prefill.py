@@ -1,6 +1,6 @@
 """Time to the first token of a long prompt: chains of 1, 2 and 3 servers relative to the local transformers model.
 
-    python -m benchmarks.decoding.prefill [--shapes tiny small] [--tokens 512] [--repeats 5] [--chunks auto whole 64]
+    python -m benchmarks.decoding.prefill [--shapes tiny small] [--tokens 512] [--chunks auto whole 64]
 
 Every server is a process with one torch thread; so is the local model. For each chain length, the local model and the
 chain with each kind of chunking are measured alternately, so that other load on the machine affects all of them. `auto`
@@ -10,9 +10,7 @@ the number of tokens per chunk.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import json
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -22,22 +20,18 @@ from unittest import mock
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from benchmarks.common import machine
+from benchmarks.common.report import Report, report_parser
 from benchmarks.common.shapes import SHAPES, make_model, split_blocks
-from benchmarks.common.tables import spread
 from swarm import AutoDistributedModelForCausalLM
 from swarm.cli.local_swarm import LocalSwarm
 from swarm.client import session
 from swarm.transport.p2p import quiet_hivemind
 
-CHAINS = (1, 2, 3)
-LOCAL = "local"
-
 
 @contextlib.contextmanager
 def chunking(chunks: str) -> Iterator[None]:
     """Divide prompts into such chunks while the context is active."""
-    if chunks in (LOCAL, "auto"):
+    if chunks == "auto":
         yield
         return
 
@@ -62,13 +56,12 @@ def first_token(model: PreTrainedModel, prompt: torch.Tensor) -> float:
 
 
 def measure_chain(
-    shape: str, path: Path, local: PreTrainedModel, servers: int, tokens: int, ways: Sequence[str], repeats: int
-) -> dict[str, list[float]]:
-    """Seconds to the first token of one chain length for each kind of chunking, and of the local model."""
+    report: Report, shape: str, path: Path, local: PreTrainedModel, servers: int, tokens: int, ways: Sequence[str]
+) -> None:
+    """Milliseconds to the first token of one chain length for each kind of chunking, and of the local model."""
     random = torch.Generator().manual_seed(1)
     prompt = torch.randint(0, SHAPES[shape].vocab_size, (1, tokens), generator=random)
     blocks = split_blocks(SHAPES[shape].num_hidden_layers, servers)
-    series: dict[str, list[float]] = {way: [] for way in (LOCAL, *ways)}
     with LocalSwarm(str(path), blocks, options=("--threads", "1", "--throughput", "1000")) as swarm:
         model = AutoDistributedModelForCausalLM.from_pretrained(path, initial_peers=[swarm.address], wire="none")
         expected = local.generate(prompt, max_new_tokens=4, do_sample=False)
@@ -76,59 +69,34 @@ def measure_chain(
             with chunking(way):  # also warms up
                 if not torch.equal(model.generate(prompt, max_new_tokens=4, do_sample=False), expected):
                     raise SystemExit(f"{servers} servers, {way}: the tokens differ from the local model's")
-        for _ in range(repeats):
-            for way, seconds in series.items():
+        for _ in report.rounds(f"{shape}, servers: {servers}"):
+            beside = first_token(local, prompt)
+            for way in ways:
+                where = f"{shape}, {tokens} tokens, servers: {servers}, chunks: {way}"
                 with chunking(way):
-                    seconds.append(first_token(local if way == LOCAL else model, prompt))
+                    seconds = first_token(model, prompt)
+                report.add("ms to the first token", 1e3 * seconds, "less", where=where)
+                report.add("local model, ms", 1e3 * beside, where=where)
+                report.add("of the local time", seconds / beside, "less", decides=True, where=where)
         model.swarm.close()
-    return series
-
-
-def table(shape: str, tokens: int, results: dict[int, dict[str, list[float]]]) -> str:
-    """Format the results in Markdown."""
-    lines = [
-        f"shape {shape}, {tokens} tokens, fp32, greedy, batch 1; median (range)",
-        "",
-        "| servers | chunks | ms to the first token | local model, ms | of the local time |",
-        "| --- | --- | --- | --- | --- |",
-    ]
-    for servers, series in results.items():
-        beside = series[LOCAL]
-        for way, seconds in series.items():
-            if way != LOCAL:
-                ratios = [one / other for one, other in zip(seconds, beside, strict=True)]
-                columns = (spread([1e3 * s for s in seconds], 0), spread([1e3 * s for s in beside], 0), spread(ratios))
-                lines.append(f"| {servers} | {way} | {' | '.join(columns)} |")
-    return "\n".join(lines)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = report_parser(__doc__)
     parser.add_argument("--shapes", choices=SHAPES, nargs="+", default=["tiny", "small"])
-    parser.add_argument("--servers", type=int, nargs="+", default=list(CHAINS))
+    parser.add_argument("--servers", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--tokens", type=int, default=512)
-    parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--chunks", nargs="+", default=["auto", "whole"])
-    parser.add_argument("--json", type=Path, help="also write the raw results to this file")
     arguments = parser.parse_args()
     quiet_hivemind()
     torch.set_num_threads(1)
-    about = machine.describe()
-    print(", ".join(f"{name} {value}" for name, value in about.items()), end="\n\n")
-    figures: dict[str, dict[int, dict[str, list[float]]]] = {}
-    for shape in arguments.shapes:
-        with tempfile.TemporaryDirectory() as folder:
-            path = make_model(shape, Path(folder))
-            local = AutoModelForCausalLM.from_pretrained(path)
-            figures[shape] = {
-                servers: measure_chain(
-                    shape, path, local, servers, arguments.tokens, arguments.chunks, arguments.repeats
-                )
-                for servers in arguments.servers
-            }
-        print(table(shape, arguments.tokens, figures[shape]), end="\n\n")
-    if arguments.json:
-        arguments.json.write_text(json.dumps({"machine": about, "seconds": figures}, indent=2) + "\n")
+    with Report(arguments) as report:
+        for shape in arguments.shapes:
+            with tempfile.TemporaryDirectory() as folder:
+                path = make_model(shape, Path(folder))
+                local = AutoModelForCausalLM.from_pretrained(path)
+                for servers in arguments.servers:
+                    measure_chain(report, shape, path, local, servers, arguments.tokens, arguments.chunks)
 
 
 if __name__ == "__main__":

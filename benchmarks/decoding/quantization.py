@@ -1,7 +1,6 @@
 """Time of one block's linear layers, in ms, for each form in which a server on a CPU may hold the weights.
 
-    python -m benchmarks.decoding.quantization [--shape 4096x11008] [--blocks 1] [--batches 1,8,32,512] [--repeats 5]
-        [--json FILE]
+    python -m benchmarks.decoding.quantization [--shape 4096x11008] [--blocks 1] [--batches 1,8,32,512]
 
 The block is that of a Llama model: four products hidden x hidden and three hidden x intermediate. With several blocks
 no weight stays in the processor's cache, as in any larger model. There is one torch thread. All forms are measured
@@ -11,19 +10,14 @@ linear layer, `prepacked` one with the weight in oneDNN's layout. The quantized 
 
 from __future__ import annotations
 
-import argparse
-import json
-import statistics
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import torch
 from torch import nn
 
-from benchmarks.common import machine
+from benchmarks.common.report import Report, report_parser
 from swarm.models.weights.frozen_linear import ChunkedLinear, PrepackedLinear, can_prepack, replace_linears
 from swarm.models.weights.packed import Grid, PackedWeight, fp4_numbers, fp8_numbers, held, word_numbers
 from swarm.models.weights.quantization import INT4, INT8, quantize, weight_bytes
@@ -114,18 +108,18 @@ def seconds(form: Form, inputs: dict[int, torch.Tensor]) -> float:
 
 
 @torch.inference_mode()
-def measure(every: list[Form], batches: list[int], repeats: int) -> dict[int, dict[str, list[float]]]:
-    """Seconds by batch and form, one per repetition."""
-    result: dict[int, dict[str, list[float]]] = {}
-    for batch in batches:
-        result[batch] = {form.name: [] for form in every}
-        inputs = {form.name: _inputs(form, batch) for form in every}
-        for repeat in range(repeats + 1):
-            for form in every:
-                taken = seconds(form, inputs[form.name])
-                if repeat:  # the first round makes oneDNN's kernels
-                    result[batch][form.name].append(taken)
-    return result
+def measure(report: Report, every: list[Form], batch: int) -> None:
+    """Measure all forms alternately."""
+    inputs = {form.name: _inputs(form, batch) for form in every}
+    for form in every:
+        seconds(form, inputs[form.name])  # makes oneDNN's kernels
+    for _ in report.rounds(f"batch {batch}"):
+        taken = {form.name: seconds(form, inputs[form.name]) for form in every}
+        for form in every:
+            where = f"{form.name}, {weight_bytes(form.layers) / 2**20:.0f} MiB"
+            report.add(f"batch {batch}: ms", 1e3 * taken[form.name], "less", where=where)
+            speedup = taken[BASELINE] / taken[form.name]
+            report.add(f"batch {batch}: times {BASELINE}", speedup, "more", decides=True, where=where)
 
 
 def _inputs(form: Form, batch: int) -> dict[int, torch.Tensor]:
@@ -133,40 +127,18 @@ def _inputs(form: Form, batch: int) -> dict[int, torch.Tensor]:
     return {size: torch.randn(batch, size, dtype=form.dtype) for size in sizes}
 
 
-def spread(values: list[float], show: Callable[[float], str]) -> str:
-    """Format the median and the range."""
-    return f"{show(statistics.median(values))} ({show(min(values))} to {show(max(values))})"
-
-
-def report(every: list[Form], found: dict[int, dict[str, list[float]]]) -> str:
-    """Format the table of docs/quantization.md: times, and speedups relative to the baseline of the same round."""
-    heading = "| form | weights | " + " | ".join(f"batch {batch}: ms | x {BASELINE}" for batch in found) + " |"
-    lines = [heading, "|" + " --- |" * (2 + 2 * len(found))]
-    for form in every:
-        cells = [form.name, f"{weight_bytes(form.layers) / 2**20:.0f} MiB"]
-        for times in found.values():
-            ratios = [base / own for base, own in zip(times[BASELINE], times[form.name], strict=True)]
-            cells += [spread(times[form.name], lambda s: f"{s * 1000:.1f}"), spread(ratios, lambda r: f"{r:.2f}")]
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = report_parser(__doc__)
     parser.add_argument("--shape", default="4096x11008", help="hidden x intermediate")
     parser.add_argument("--blocks", type=int, default=1)
     parser.add_argument("--batches", default="1,8,32,512")
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     hidden, intermediate = map(int, arguments.shape.split("x"))
     every = forms(hidden, intermediate, arguments.blocks)
-    found = measure(every, [int(batch) for batch in arguments.batches.split(",")], arguments.repeats)
-    print(", ".join(machine.describe().values()))
-    print(report(every, found))
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps({"machine": machine.describe(), "seconds": found}, indent=2))
+    with Report(arguments) as report:
+        for batch in map(int, arguments.batches.split(",")):
+            measure(report, every, batch)
 
 
 if __name__ == "__main__":

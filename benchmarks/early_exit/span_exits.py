@@ -11,21 +11,18 @@ take turns with plain decoding.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import json
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.common import machine
+from benchmarks.common.report import Report, report_parser
 from benchmarks.common.shapes import SHAPES, make_model
-from benchmarks.common.tables import spread, table
 from swarm.data_structures import ExitConfidence, Span, WireFormat
 from swarm.models.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from swarm.models.execution.span_model import SpanModel
@@ -54,14 +51,12 @@ class Row:
         model: what the server holds.
         terms: what its client asks for when a token leaves, and when none does; None for plain decoding.
         tokens: share that leaves.
-        seconds: of all steps, by repetition.
     """
 
     name: Sequence[str]
     model: SpanModel
     terms: tuple[messages.ExitTerms, messages.ExitTerms] | None = None
     tokens: float = 0.0
-    seconds: list[float] = field(default_factory=list)
 
     def exits_of(self, number: int) -> messages.ExitTerms | None:
         """What the client asks for in a step."""
@@ -138,35 +133,26 @@ def rows(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = report_parser(__doc__, repeats=15)
     parser.add_argument("--shape", choices=SHAPES, default="small")
     parser.add_argument("--confidences", default="similarity,softmax,classifier")
     parser.add_argument("--skipped", default="0.25,0.5,0.75", help="shares of the blocks")
     parser.add_argument("--leaving", default="0,0.25,0.5,0.75,1", help="shares of the tokens")
     parser.add_argument("--tokens", type=int, default=16)
-    parser.add_argument("--repeats", type=int, default=15)
-    parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    print(", ".join(machine.describe().values()), flush=True)
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, Report(arguments) as report:
         checkpoint = open_checkpoint(make_model(arguments.shape, Path(folder)))
         shares = [[float(share) for share in one.split(",")] for one in (arguments.skipped, arguments.leaving)]
         found = rows(checkpoint, arguments.confidences.split(","), *shares)
         for row in found:
             asyncio.run(decode(row, 4))
-        for _ in range(arguments.repeats):
-            for row in found:
-                row.seconds.append(asyncio.run(decode(row, arguments.tokens)))
-    lines = []
-    for row in found:
-        ratios = [plain / seconds for plain, seconds in zip(found[0].seconds, row.seconds, strict=True)]
-        lines.append((*row.name, spread([arguments.tokens / one for one in row.seconds], 1), spread(ratios)))
-    heading = ("confidence", "blocks skipped", "by tokens", "tokens/s", "times plain")
-    print(f"\nMedian (range) of {arguments.repeats}\n\n{table(heading, lines)}")
-    if arguments.json is not None:
-        results = {" ".join(row.name).strip(): row.seconds for row in found}
-        arguments.json.write_text(json.dumps({"machine": machine.describe(), "seconds": results}, indent=2))
+        for _ in report.rounds(f"{arguments.shape}: confidence, blocks skipped, by tokens"):
+            seconds = [asyncio.run(decode(row, arguments.tokens)) for row in found]
+            for row, taken in zip(found, seconds, strict=True):
+                where = ", ".join(filter(None, row.name))
+                report.add("tokens/s", arguments.tokens / taken, "more", where=where)
+                report.add("times plain", seconds[0] / taken, "more", decides=True, where=where)
 
 
 if __name__ == "__main__":

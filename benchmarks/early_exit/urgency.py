@@ -1,6 +1,6 @@
 """How much a client is slowed down by others whose tokens leave early, with and without urgency.
 
-    python -m benchmarks.early_exit.urgency [--shape small] [--servers 3] [--others 2] [--tokens 32] [--repeats 5]
+    python -m benchmarks.early_exit.urgency [--shape small] [--servers 3] [--others 2] [--tokens 32]
         [--json FILE]
 
 Servers and clients are processes with one torch thread each, without delay between them. One client generates plainly,
@@ -25,9 +25,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.common import machine
+from benchmarks.common.report import Report, report_parser
 from benchmarks.common.shapes import SHAPES, make_model, split_blocks
-from benchmarks.common.tables import spread, table, times
 from benchmarks.common.worker import start_workers
 from swarm import AutoDistributedModelForCausalLM, EarlyExit
 from swarm.cli.local_swarm import LocalSwarm
@@ -86,63 +85,51 @@ def run_client(path: str, address: str, number: int) -> None:
             print(json.dumps(len(spent) * PIECE_TOKENS / sum(spent)), flush=True)
 
 
-def measure(arguments: argparse.Namespace) -> dict[str, dict[str, list[float]]]:
-    """Tokens per second of the plain client and of each of the others, by mode, by repetition."""
-    found: dict[str, dict[str, list[float]]] = {mode: {"client": [], "others": []} for mode in MODES}
+def measure(report: Report, shape: str, servers: int, count: int, tokens: int) -> None:
+    """The plain client's speed beside so many others, by what those do."""
     with tempfile.TemporaryDirectory() as folder:
-        path = make_model(arguments.shape, Path(folder))
-        blocks = split_blocks(SHAPES[arguments.shape].num_hidden_layers, arguments.servers)
+        path = make_model(shape, Path(folder))
+        blocks = split_blocks(SHAPES[shape].num_hidden_layers, servers)
         options = ("--threads", "1", "--throughput", "1000")
         with (
             LocalSwarm(str(path), blocks, options=options) as swarm,
-            start_workers(WORKER, [str(path), swarm.address], 1 + arguments.others) as (client, *others),
+            start_workers(WORKER, [str(path), swarm.address], 1 + count) as (client, *others),
         ):
-            for repeat in range(arguments.repeats):
+            for _ in report.rounds(f"{shape}, {servers} servers, {count} others"):
+                rates = {}
                 for mode in MODES:
-                    print(f"{repeat + 1} of {arguments.repeats}: {mode}", file=sys.stderr, flush=True)
                     busy = others if mode != ALONE else []
                     for other in busy:
                         other.send(mode)
                     client.send(PIECE_TOKENS)  # until all are under way
                     client.receive()
-                    client.send(arguments.tokens)
-                    found[mode]["client"].append(arguments.tokens / client.receive())
+                    client.send(tokens)
+                    rates[mode] = tokens / client.receive()
                     for other in busy:
                         other.send("stop")
-                    rates = [other.receive() for other in busy]
-                    found[mode]["others"].append(sum(rates) / len(rates) if rates else 0.0)
-    return found
+                    each = [other.receive() for other in busy]
+                    if each:
+                        report.add("each other, tokens/s", sum(each) / len(each), where=mode)
+                for mode, rate in rates.items():
+                    report.add("client, times alone", rate / rates[ALONE], "more", decides=True, where=mode)
+                    urgent = rate / rates[URGENT]
+                    report.add("times beside exits that are all urgent", urgent, "more", where=mode)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = report_parser(__doc__)
     parser.add_argument("--shape", choices=SHAPES, default="small")
     parser.add_argument("--servers", type=int, default=3)
     parser.add_argument("--others", type=int, default=2)
     parser.add_argument("--tokens", type=int, default=32)
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--json", type=Path)
     parser.add_argument("--worker", nargs=3, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.worker:
         path, address, number = arguments.worker
         return run_client(path, address, int(number))
     quiet_hivemind()
-    print(", ".join(machine.describe().values()))
-    found = measure(arguments)
-    rows = [
-        [
-            mode,
-            times(rates["client"], found[ALONE]["client"]),
-            times(rates["client"], found[URGENT]["client"]),
-            spread(rates["others"], 1) if mode != ALONE else "",
-        ]
-        for mode, rates in found.items()
-    ]
-    heading = ["the others", "client, times alone", "times beside exits that are all urgent", "each other, tokens/s"]
-    print(f"\nmedian (range) of {arguments.repeats}\n\n{table(heading, rows)}")
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps({"machine": machine.describe(), "results": found}, indent=2))
+    with Report(arguments) as report:
+        measure(report, arguments.shape, arguments.servers, arguments.others, arguments.tokens)
 
 
 if __name__ == "__main__":

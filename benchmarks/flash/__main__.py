@@ -1,9 +1,9 @@
 """Weights on flash against the figures of "LLM in a flash", and experts on flash against mmap.
 
-    python -m benchmarks.flash [--folder DIR] [--only io,decode,memory,matrix,experts] [--rounds 5] [--short]
+    python -m benchmarks.flash [--folder DIR] [--only io,decode,memory,matrix,experts] [--short]
         [--dtypes bfloat16,float32] [--blocks 4] [--expert-blocks 8] [--tokens 3000]
         [--active 0.033 --selected 0.1 --window 5 --resident 0.24 --newly 0.024 --name NAME]
-        [--no-squeeze] [--pictures DIR] [--json FILE]
+        [--no-squeeze] [--pictures DIR]
 
 io       table 2: what a token reads, and how fast, as one method is added to another
 decode   table 3: seconds a token at half the memory, end to end, against naive, hybrid, and everything in memory
@@ -22,7 +22,6 @@ Files go to a temporary folder (`--folder` for its parent): up to 8 GB for fp32,
 from __future__ import annotations
 
 import argparse
-import json
 import tempfile
 from dataclasses import asdict
 from pathlib import Path
@@ -30,7 +29,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.common import machine
+from benchmarks.common.report import Better, Report, report_parser
 from benchmarks.flash import decode, io, matrix, memory, pictures
 from benchmarks.flash.experts import against_mmap
 from benchmarks.flash.planted import PAPER, TRAINED, Measured, PlantedNeurons
@@ -43,12 +42,13 @@ class Run:
     """One run of the benchmark.
 
     Attributes:
-        results: for `--json`.
+        results: for the pictures.
     """
 
-    def __init__(self, arguments: argparse.Namespace, folder: Path) -> None:
+    def __init__(self, report: Report, arguments: argparse.Namespace, folder: Path) -> None:
+        self._report = report
         self._arguments, self._folder = arguments, folder
-        self._rounds = 2 if arguments.short else arguments.rounds
+        self._rounds = 2 if arguments.short else arguments.repeats
         self._rows = [PAPER, *TRAINED] if arguments.name is None else [_given(arguments)]
         self.results: dict[str, Any] = {}
 
@@ -58,7 +58,7 @@ class Run:
                 layers = min(self._arguments.blocks, 2)
                 rows = io.run(self._folder, dtype, layers, like, self._rounds)
                 self._say(f"Reading for a token, {_name(dtype)}, {like.name}", io.report(rows))
-                self.results[f"io {_name(dtype)} {like.name}"] = {row.name: row.seconds for row in rows}
+                self._keep(f"io, {_name(dtype)}, {like.name}", {row.name: row.seconds for row in rows})
             self._clear()
 
     def decode(self) -> None:
@@ -70,7 +70,9 @@ class Run:
                 variants = decode.variants(setting)
                 decode.measure(variants, setting, self._rounds)
                 self._say(f"A token end to end, {_name(dtype)}, {like.name}", decode.report(variants))
-                self.results[f"decode {_name(dtype)} {like.name}"] = {one.name: one.seconds for one in variants}
+                seconds = {one.name: one.seconds for one in variants}
+                self._keep(f"decode, {_name(dtype)}, {like.name}", seconds)
+                self.results[f"decode {_name(dtype)} {like.name}"] = seconds
                 del variants
             self._clear()
 
@@ -85,13 +87,12 @@ class Run:
         for dtype in self._dtypes():
             rows = matrix.measure(dtype, max(self._rounds, 5))
             self._say(f"Updates of {matrix.CHANGES} neurons, {_name(dtype)}", matrix.report(rows))
-            self.results[f"matrix {_name(dtype)}"] = [asdict(row) for row in rows]
 
     def experts(self) -> None:
         blocks, squeeze = self._arguments.expert_blocks, not self._arguments.no_squeeze
         found = against_mmap.measure(self._folder, blocks, self._rounds, squeeze)
         self._say("A mixture of experts", against_mmap.report(found))
-        self.results["experts"] = {"flash": found.flash.rates, "mmap": found.mapped.rates}
+        self._keep("experts, tokens/s", {"flash": found.flash.rates, "mmap": found.mapped.rates}, "more")
         del found
         self._clear()
 
@@ -103,7 +104,13 @@ class Run:
             path.unlink()
 
     def _say(self, title: str, text: str) -> None:
-        print(f"\n{title}; median (range) of {self._rounds} rounds\n\n{text}", flush=True)
+        self._report.note(f"{title}; median (range) of {self._rounds} rounds\n\n{text}\n")
+
+    def _keep(self, where: str, found: dict[str, list[float]], better: Better = "less") -> None:
+        """Seconds a token, if nothing else is said."""
+        for name, values in found.items():
+            for value in values:
+                self._report.add(name, value, better, where=where)
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -122,10 +129,9 @@ def _given(arguments: argparse.Namespace) -> Measured:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = report_parser(__doc__)
     parser.add_argument("--folder", type=Path, help="on the drive to be measured")
     parser.add_argument("--only", default=",".join(PARTS))
-    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--short", action="store_true", help="two rounds and few tokens")
     parser.add_argument("--dtypes", default="bfloat16,float32")
     parser.add_argument("--blocks", type=int, default=4, help="of OPT-6.7B on the drive; a multiple of four")
@@ -137,21 +143,20 @@ def main() -> None:
     parser.add_argument("--window", type=int, default=PAPER.window)
     parser.add_argument("--no-squeeze", action="store_true", help="without a ballast")
     parser.add_argument("--pictures", type=Path, help="folder for pictures of the results")
-    parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     parts = arguments.only.split(",")
     if not set(parts) <= set(PARTS):
         parser.error(f"--only takes some of {', '.join(PARTS)}")
     torch.set_num_threads(1)
-    print(", ".join(machine.describe().values()))
-    with tempfile.TemporaryDirectory(dir=arguments.folder, prefix="flash-benchmark-") as folder:
-        run = Run(arguments, Path(folder))
+    with (
+        Report(arguments) as report,
+        tempfile.TemporaryDirectory(dir=arguments.folder, prefix="flash-benchmark-") as folder,
+    ):
+        run = Run(report, arguments, Path(folder))
         for part in parts:
             getattr(run, part)()
     if arguments.pictures is not None:
         pictures.draw(run.results, arguments.pictures)
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps({"machine": machine.describe(), "results": run.results}, indent=2))
 
 
 if __name__ == "__main__":

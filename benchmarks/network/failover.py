@@ -1,6 +1,6 @@
 """How long a text pauses when a server of its route is lost, compared with restarting the session.
 
-    python -m benchmarks.network.failover [--failovers 15] [--restarts 6] [--position 256] [--json FILE]
+    python -m benchmarks.network.failover [--position 256]
 
 The demo model runs in six server processes, two for each span of four blocks, in fp32, greedy, batch 1. Before the step
 at the position, the server of each span in turn is killed with `kill -9`, or hung with SIGSTOP, or made to answer each
@@ -12,21 +12,17 @@ client. Every text is compared with that of the local model.
 
 from __future__ import annotations
 
-import argparse
 import enum
-import json
 import statistics
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import StoppingCriteriaList
 
-from benchmarks.common import machine
+from benchmarks.common.report import Report, report_parser
 from swarm.client.session import InferenceSession
 from swarm.models.checkpoints.checkpoint import DEMO_FOLDER
 from swarm.transport.p2p import quiet_hivemind
@@ -41,38 +37,17 @@ TOKENS_AROUND_LOSS = 32
 class Loss(enum.Enum):
     """How a server is lost."""
 
-    KILLED = enum.auto()
-    HUNG = enum.auto()
-    DRIPS = enum.auto()
-
-
-@dataclass
-class FailoverTimes:
-    """Measured times in seconds.
-
-    Attributes:
-        token: each token without a failover.
-        killed, hung, dripped: the pause of each failover from a killed or a hung server, or one that drips.
-        drip: what such a server cost in all, the pause included.
-        restarted: a new session of the same client.
-        fresh: a new client with a session.
-    """
-
-    token: list[float] = field(default_factory=list)
-    killed: list[float] = field(default_factory=list)
-    hung: list[float] = field(default_factory=list)
-    dripped: list[float] = field(default_factory=list)
-    drip: list[float] = field(default_factory=list)
-    restarted: list[float] = field(default_factory=list)
-    fresh: list[float] = field(default_factory=list)
+    KILLED = "failover, a server killed"
+    HUNG = "failover, a server hung"
+    DRIPS = "failover, a server that answers after 2 s"
 
 
 class FailoverTrial:
     """Generates texts that each lose one server at the same position."""
 
-    def __init__(self, swarm: TestSwarm, position: int) -> None:
+    def __init__(self, report: Report, swarm: TestSwarm, position: int) -> None:
         story = demo_prompt("Once upon a time there was a little dog who wanted to see the sea. " * (position // 8))
-        self.figures = FailoverTimes()
+        self._report = report
         self._swarm = swarm
         self._position = position
         self._prompt = story[:, : position - TOKENS_AROUND_LOSS]
@@ -94,36 +69,36 @@ class FailoverTrial:
         self._check(written, self._text)
         gaps = [later - earlier for earlier, later in zip(before.times, before.times[1:], strict=False)]
         usual = statistics.median(gaps)
-        later = gaps[lost_before - 2 :]
-        pause = gaps.pop(lost_before - 2)
-        match how:
-            case Loss.KILLED:
-                self.figures.killed.append(pause)
-            case Loss.HUNG:
-                self.figures.hung.append(pause)
-            case Loss.DRIPS:
-                self.figures.dripped.append(pause)
-                self.figures.drip.append(sum(later) - usual * len(later))
-        if how is not Loss.DRIPS:
-            self.figures.token += gaps
+        pause, later = gaps[lost_before - 2], gaps[lost_before - 2 :]
+        self._add(how.value, pause, usual)
+        if how is Loss.DRIPS:
+            self._add("such a server, over the 32 tokens after", sum(later) - usual * len(later), usual)
+        else:
+            self._add("token without failover", usual, usual)
         self._replace()
+
+    def _add(self, event: str, seconds: float, usual: float) -> None:
+        self._report.add("seconds", seconds, "less", where=event)
+        self._report.add("in tokens", seconds / usual, "less", where=event)
 
     def restart(self, model: Any, number: int) -> None:
         """Lose a server, and restart with the text so far."""
         model.swarm.servers()
         so_far = torch.cat([self._prompt, torch.tensor([self._text[: TOKENS_AROUND_LOSS + 1]])], dim=1)
         with model.inference_session(max_length=self._position + TOKENS_AROUND_LOSS) as session:
+            began = time.perf_counter()
             self._check(greedy(model, self._prompt, TOKENS_AROUND_LOSS + 1), self._text[: TOKENS_AROUND_LOSS + 1])
+            usual = (time.perf_counter() - began) / TOKENS_AROUND_LOSS
             began = time.perf_counter()
             self._lose(number, Loss.KILLED, ExitStack())(session)
             with model.inference_session(max_length=self._position + TOKENS_AROUND_LOSS):
                 again = greedy(model, so_far, 1)
-            self.figures.restarted.append(time.perf_counter() - began)
+            self._add("restart by the same client, a server killed", time.perf_counter() - began, usual)
         self._check(again, self._text[TOKENS_AROUND_LOSS + 1 : TOKENS_AROUND_LOSS + 2])
         began = time.perf_counter()
         with run_client(self._swarm, dtype="float32") as client:
             again = greedy(client, so_far, 1)
-            self.figures.fresh.append(time.perf_counter() - began)
+            self._add("restart by a new client, a server killed", time.perf_counter() - began, usual)
         self._check(again, self._text[TOKENS_AROUND_LOSS + 1 : TOKENS_AROUND_LOSS + 2])
         self._replace()
 
@@ -152,64 +127,22 @@ class FailoverTrial:
             raise SystemExit("the tokens differ from the model's own")
 
 
-def measure(failovers: int, restarts: int, position: int) -> FailoverTimes:
-    """Run all trials, on the spans in turn."""
-    torch.set_num_threads(1)
-    with run_swarm(DEMO_FOLDER, SPANS * 2, dtype="float32") as swarm, run_client(swarm, dtype="float32") as model:
-        trial = FailoverTrial(swarm, position)
-        for number in range(failovers):
-            trial.fail_over(model, number, Loss.KILLED)
-        for number in range(restarts):
-            trial.restart(model, number)
-            for _ in range(2):
-                trial.fail_over(model, number, Loss.HUNG)
-            trial.fail_over(model, number, Loss.DRIPS)
-    return trial.figures
-
-
-def table(figures: FailoverTimes, position: int) -> str:
-    """Format the results in Markdown."""
-    rows = {
-        "token without failover": figures.token,
-        "failover, a server killed": figures.killed,
-        "failover, a server hung": figures.hung,
-        "failover, a server that answers after 2 s": figures.dripped,
-        "such a server, over the 32 tokens after": figures.drip,
-        "restart by the same client, a server killed": figures.restarted,
-        "restart by a new client, a server killed": figures.fresh,
-    }
-    return "\n".join(
-        [
-            f"demo model, position {position}",
-            "",
-            "| event | count | seconds, median (range) | median in tokens |",
-            "| --- | --- | --- | --- |",
-            *(_row(name, seconds, statistics.median(figures.token)) for name, seconds in rows.items()),
-        ]
-    )
-
-
-def _row(name: str, seconds: Sequence[float], token: float) -> str:
-    median = statistics.median(seconds)
-    spread = f"{median:.3f} ({min(seconds):.3f} to {max(seconds):.3f})"
-    return f"| {name} | {len(seconds)} | {spread} | {median / token:.1f} |"
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--failovers", type=int, default=15)
-    parser.add_argument("--restarts", type=int, default=6, help="restarts, and servers that drip; twice as many hang")
+    parser = report_parser(__doc__, repeats=6)
     parser.add_argument("--position", type=int, default=256)
-    parser.add_argument("--json", type=Path, help="also write the raw results to this file")
     arguments = parser.parse_args()
     quiet_hivemind()
-    about = machine.describe()
-    figures = measure(arguments.failovers, arguments.restarts, arguments.position)
-    print(", ".join(f"{name} {value}" for name, value in about.items()), end="\n\n")
-    print(table(figures, arguments.position))
-    if arguments.json:
-        raw = {"machine": about, "position": arguments.position, "seconds": asdict(figures)}
-        arguments.json.write_text(json.dumps(raw, indent=2) + "\n")
+    torch.set_num_threads(1)
+    with (
+        Report(arguments) as report,
+        run_swarm(DEMO_FOLDER, SPANS * 2, dtype="float32") as swarm,
+        run_client(swarm, dtype="float32") as model,
+    ):
+        trial = FailoverTrial(report, swarm, arguments.position)
+        for number in report.rounds(f"demo model, position {arguments.position}"):
+            for how in (Loss.KILLED, Loss.KILLED, Loss.HUNG, Loss.DRIPS):
+                trial.fail_over(model, number, how)
+            trial.restart(model, number)
 
 
 if __name__ == "__main__":

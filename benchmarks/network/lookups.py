@@ -8,14 +8,13 @@ model; a client reads all of them, as it does every half minute.
 
 from __future__ import annotations
 
-import argparse
-import statistics
+import asyncio
 import time
 from contextlib import AsyncExitStack
 
 import uvloop
 
-from benchmarks.common.machine import describe
+from benchmarks.common.report import Report, report_parser
 from swarm.data_structures import ModelInfo, ServerInfo, ServerState, Span
 from swarm.dht.announcer import Announcer
 from swarm.dht.directory import fetch_models, fetch_servers
@@ -42,8 +41,8 @@ def announcement(peer_id: str, span: Span) -> ServerInfo:
     )
 
 
-async def measure(servers: int, blocks: int, repeats: int) -> tuple[float, float, float]:
-    """Median milliseconds to announce, to read all announcements, and to read the list of models."""
+async def measure(report: Report, servers: int, blocks: int) -> None:
+    """Milliseconds to announce, to read all announcements, and to read the list of models."""
     async with AsyncExitStack() as stack:
 
         async def join(*known: str, listen: bool = True) -> Peer:
@@ -59,12 +58,14 @@ async def measure(servers: int, blocks: int, repeats: int) -> tuple[float, float
             peer, start = await join(*known), number * blocks // servers
             info = announcement(peer.peer_id, Span(start, (number + 1) * blocks // servers))
             announcers.append(Announcer(peer, model, lambda info=info: info, LONG_S))  # type: ignore[misc]
-        announced = [await timed(one.announce()) for _ in range(max(1, repeats // servers)) for one in announcers]
         client = await join(*known, listen=False)
+        for number in report.rounds(f"{servers} servers, {blocks} blocks"):
+            report.add("announce, ms", await timed(announcers[number % servers].announce()), "less")
+            if number < servers:  # not all have announced themselves
+                await asyncio.gather(*(one.announce() for one in announcers))
+            report.add("read, ms", await timed(fetch_servers(client.dht, "model", blocks)), "less")
+            report.add("models, ms", await timed(fetch_models(client.dht)), "less")
         assert len(await fetch_servers(client.dht, "model", blocks)) == servers
-        read = [await timed(fetch_servers(client.dht, "model", blocks)) for _ in range(repeats)]
-        listed = [await timed(fetch_models(client.dht)) for _ in range(repeats)]
-        return statistics.median(announced), statistics.median(read), statistics.median(listed)
 
 
 async def timed(work: object) -> float:
@@ -75,17 +76,14 @@ async def timed(work: object) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = report_parser(__doc__, repeats=30)
     parser.add_argument("--servers", type=int, nargs="+", default=[3, 8])
     parser.add_argument("--blocks", type=int, nargs="+", default=[12, 80])
-    parser.add_argument("--repeats", type=int, default=30)
-    options = parser.parse_args()
-    print(", ".join(f"{key} {value}" for key, value in describe().items()))
-    print("servers  blocks  announce ms  read ms  models ms")
-    for servers in options.servers:
-        for blocks in options.blocks:
-            announced, read, listed = uvloop.run(measure(servers, blocks, options.repeats))
-            print(f"{servers:7}  {blocks:6}  {announced:11.2f}  {read:7.2f}  {listed:9.2f}")
+    arguments = parser.parse_args()
+    with Report(arguments) as report:
+        for servers in arguments.servers:
+            for blocks in arguments.blocks:
+                uvloop.run(measure(report, servers, blocks))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """What the lock of a private swarm costs: opening a stream, and a round trip on it, with membership and without.
 
-    python -m benchmarks.network.membership [--streams 200] [--steps 2000] [--repeats 5] [--json FILE]
+    python -m benchmarks.network.membership [--streams 200] [--steps 2000]
 
 Three peers on loopback, each with its own libp2p daemon: a client, a server of an open swarm, and one of a private
 swarm. Both kinds are measured in turns. A stream counts as open when the first answer on it has arrived.
@@ -8,8 +8,6 @@ swarm. Both kinds are measured in turns. A stream counts as open when the first 
 
 from __future__ import annotations
 
-import argparse
-import json
 import secrets
 import statistics
 import tempfile
@@ -18,9 +16,7 @@ from pathlib import Path
 
 import uvloop
 
-from benchmarks.common import machine
-from benchmarks.common.tables import spread
-from swarm.common.version import VERSION
+from benchmarks.common.report import Report, report_parser
 from swarm.dht.validation import AnnouncementValidator
 from swarm.errors import PeerLost
 from swarm.membership.authority import create_authority, invite_member
@@ -32,8 +28,6 @@ from swarm.transport.stream import Stream
 LOOPBACK = ("/ip4/127.0.0.1/tcp/0",)
 PAYLOAD_BYTES = 8192
 """A token's hidden states of size 4096 in 16 bits."""
-
-KINDS = ("open", "private")
 
 
 async def echo(stream: Stream) -> None:
@@ -83,23 +77,26 @@ async def time_steps(client: Peer, target: str, count: int) -> list[float]:
     return taken
 
 
-async def measure(invite: Invite, streams: int, steps: int, repeats: int) -> dict[str, dict[str, list[float]]]:
-    """Medians in milliseconds of each repetition: what was measured -> kind of swarm -> values."""
+async def measure(report: Report, invite: Invite, streams: int, steps: int) -> None:
+    """Measure both kinds of swarm alternately."""
     peers = {"open": await start(None), "private": await start(invite)}
-    results: dict[str, dict[str, list[float]]] = {what: {kind: [] for kind in KINDS} for what in ("stream", "step")}
     try:
-        for _ in range(repeats):
-            for kind in KINDS:
-                server, client = peers[kind]
-                opened = await time_streams(client, server.peer_id, streams)
-                stepped = await time_steps(client, server.peer_id, steps)
-                results["stream"][kind].append(statistics.median(opened) * 1000)
-                results["step"][kind].append(statistics.median(stepped) * 1000)
+        for _ in report.rounds():
+            for what, time_it, count in (
+                ("open a stream, with one exchange", time_streams, streams),
+                ("one exchange on an open stream", time_steps, steps),
+            ):
+                taken = {
+                    kind: 1e3 * statistics.median(await time_it(client, server.peer_id, count))
+                    for kind, (server, client) in peers.items()
+                }
+                report.add("open, ms", taken["open"], where=what)
+                report.add("private, ms", taken["private"], "less", where=what)
+                report.add("times open", taken["private"] / taken["open"], "less", decides=True, where=what)
     finally:
         for pair in peers.values():
             for peer in reversed(pair):
                 await peer.shutdown()
-    return results
 
 
 def new_invite() -> Invite:
@@ -111,22 +108,16 @@ def new_invite() -> Invite:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = report_parser(__doc__)
     parser.add_argument("--streams", type=int, default=200)
     parser.add_argument("--steps", type=int, default=2000)
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     quiet_hivemind()
-    try:
-        results = uvloop.run(measure(new_invite(), arguments.streams, arguments.steps, arguments.repeats))
-    except PeerLost as error:
-        raise SystemExit(str(error)) from None
-    print("ms, median                            open         private")
-    for what, title in (("stream", "open a stream, with one exchange"), ("step", "one exchange on an open stream")):
-        print(f"{title:<32} {spread(results[what]['open'])} {spread(results[what]['private'])}")
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps({"machine": machine.describe(), "version": VERSION, "ms": results}))
+    with Report(arguments) as report:
+        try:
+            uvloop.run(measure(report, new_invite(), arguments.streams, arguments.steps))
+        except PeerLost as error:
+            raise SystemExit(str(error)) from None
 
 
 if __name__ == "__main__":

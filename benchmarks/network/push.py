@@ -1,6 +1,6 @@
 """Time of a token on a slow network with push and without, relative to the unavoidable delays.
 
-    python -m benchmarks.network.push [--servers 4] [--delay 0.05] [--tokens 20] [--repeats 3] [--json FILE]
+    python -m benchmarks.network.push [--servers 4] [--delay 0.05] [--tokens 20]
 
 A token needs at least N + 1 one-way delays with push, and 2 N without. The ratio to that includes all computing of
 servers and client, and everything else. First the servers run in this process, on a network in memory. Then each is a
@@ -9,9 +9,6 @@ process of its own with real libp2p on loopback, whose streams are delayed. Both
 
 from __future__ import annotations
 
-import argparse
-import itertools
-import json
 import statistics
 import tempfile
 import time
@@ -21,11 +18,10 @@ from typing import Any
 import torch
 import uvloop
 
-from benchmarks.common import machine
 from benchmarks.common.delayed import DelayedPeer, Network
+from benchmarks.common.report import Report, report_parser
 from benchmarks.common.shapes import SHAPES, make_model, split_blocks
 from benchmarks.common.slow_network import slow_servers
-from benchmarks.common.tables import spread
 from swarm import AutoDistributedModelForCausalLM, NetworkOptions
 from swarm.client import connection
 from swarm.client.chain.chain import Chain
@@ -46,10 +42,6 @@ from tests.memory_hub import MemoryHub, MemoryNetwork
 
 SHAPE, PROMPT = "tiny", 16
 HIDDEN = SHAPES[SHAPE].hidden_size
-PUSH = (True, False)
-
-Seconds = dict[bool, list[float]]
-"""Whether push is on -> seconds of every token."""
 
 
 class OneRoute:
@@ -89,7 +81,16 @@ class OneRoute:
     def report_route(self, route: Route) -> None: ...
 
 
-async def in_memory(path: Path, servers: int, delay: float, tokens: int, repeats: int) -> Seconds:
+def add(report: Report, servers: int, delay: float, pushed: float, plain: float) -> None:
+    """A round: seconds of a token with push and without."""
+    ideal = delay * (servers + 1)
+    report.add("ms with push", 1e3 * pushed, "less")
+    report.add("ms without", 1e3 * plain)
+    report.add("with push, times the delays", pushed / ideal, "less", decides=True)
+    report.add("push makes it faster by", plain / pushed, "more", decides=True)
+
+
+async def in_memory(report: Report, path: Path, servers: int, delay: float, tokens: int) -> None:
     """Measure servers in this process, each with its own compute thread, and a client's chain."""
     hub = MemoryHub(lambda source, target: delay)
     checkpoint = open_checkpoint(str(path))
@@ -103,7 +104,7 @@ async def in_memory(path: Path, servers: int, delay: float, tokens: int, repeats
         await network.serve(MessageHandler(network, model, checkpoint.revision, sessions, Engine(compute_threads[-1])))
         hops.append(Hop(info_of(name, span, checkpoint.revision), span))
 
-    async def run(push: bool) -> list[float]:
+    async def run(push: bool) -> float:
         options = RequestOptions(checkpoint.revision, WireFormat.NONE, 60.0, push)
         network, routes = MemoryNetwork(hub, f"client {push}"), OneRoute(Route(tuple(hops)))
         chain = Chain(SessionContext(network, routes, options, Span(0, checkpoint.blocks), PROMPT + tokens))
@@ -117,15 +118,13 @@ async def in_memory(path: Path, servers: int, delay: float, tokens: int, repeats
             )
             times.append(time.perf_counter() - began)
         await chain.close()
-        return times[1:]
+        return statistics.median(times[1:])
 
-    found: Seconds = {push: [] for push in PUSH}
-    for _, push in itertools.product(range(repeats), PUSH):
-        found[push] += await run(push)
+    for _ in report.rounds(where("memory", servers, delay)):
+        add(report, servers, delay, await run(True), await run(False))
     for thread in compute_threads:
         thread.close()
     await hub.close()
-    return found
 
 
 def info_of(name: str, span: Span, revision: str) -> ServerInfo:
@@ -143,9 +142,8 @@ def info_of(name: str, span: Span, revision: str) -> ServerInfo:
     )
 
 
-def over_libp2p(path: Path, servers: int, delay: float, tokens: int, repeats: int) -> Seconds:
+def over_libp2p(report: Report, path: Path, servers: int, delay: float, tokens: int) -> None:
     """Measure servers that are processes, and the whole client from embeddings to the final norm."""
-    found: Seconds = {push: [] for push in PUSH}
     DelayedPeer.network = Network.read(str(delay))
     connection.Peer = DelayedPeer  # type: ignore[attr-defined, misc]
     with slow_servers(path, split_blocks(SHAPES[SHAPE].num_hidden_layers, servers), delay) as address:
@@ -153,62 +151,44 @@ def over_libp2p(path: Path, servers: int, delay: float, tokens: int, repeats: in
             push: AutoDistributedModelForCausalLM.from_pretrained(
                 path, initial_peers=[address], wire="none", network=NetworkOptions(push=push)
             )
-            for push in PUSH
+            for push in (True, False)
         }
-        for _, push in itertools.product(range(repeats), PUSH):
+
+        def run(push: bool) -> float:
+            times = []
             with models[push].inference_session(max_length=PROMPT + tokens) as session:
                 session.step(torch.randn(1, PROMPT, HIDDEN))
                 for _ in range(tokens):
                     began = time.perf_counter()
                     session.step(torch.randn(1, 1, HIDDEN))
-                    found[push].append(time.perf_counter() - began)
+                    times.append(time.perf_counter() - began)
                 if len(session.route.hops) != servers:
                     raise SystemExit(f"the session took {session.route}")
+            return statistics.median(times)
+
+        for _ in report.rounds(where("libp2p", servers, delay)):
+            add(report, servers, delay, run(True), run(False))
         for model in models.values():
             model.swarm.close()
-    return found
 
 
-def table(found: dict[str, Seconds], servers: int, delay: float) -> str:
-    """Format the results in Markdown."""
-    lines = [
-        f"{servers} servers, {1e3 * delay:.0f} ms one way between all; median (range) of the tokens",
-        "",
-        "| network | push | ideal ms per token | ms per token | ratio to ideal |",
-        "| --- | --- | --- | --- | --- |",
-    ]
-    for network, push in itertools.product(found, PUSH):
-        seconds = found[network][push]
-        ideal = delay * (servers + 1 if push else 2 * servers)
-        ratios = spread([one / ideal for one in seconds], 3)
-        times = spread([1e3 * one for one in seconds], 0)
-        lines.append(f"| {network} | {'on' if push else 'off'} | {1e3 * ideal:.0f} | {times} | {ratios} |")
-    for network, both in found.items():
-        gain = statistics.median(both[False]) / statistics.median(both[True])
-        lines += ["", f"{network}: push makes a token {gain:.2f} times as fast"]
-    return "\n".join(lines)
+def where(network: str, servers: int, delay: float) -> str:
+    return f"{network}, {servers} servers, {1e3 * delay:.0f} ms one way between all"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = report_parser(__doc__)
     parser.add_argument("--servers", type=int, default=4)
     parser.add_argument("--delay", type=float, default=0.05, help="seconds, one way")
     parser.add_argument("--tokens", type=int, default=20)
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--json", type=Path, help="also write the raw results to this file")
     arguments = parser.parse_args()
     quiet_hivemind()
     torch.set_num_threads(1)
-    about = machine.describe()
-    how = (arguments.servers, arguments.delay, arguments.tokens, arguments.repeats)
-    with tempfile.TemporaryDirectory() as folder:
+    how = arguments.servers, arguments.delay, arguments.tokens
+    with tempfile.TemporaryDirectory() as folder, Report(arguments) as report:
         path = make_model(SHAPE, Path(folder))
-        found = {"memory": uvloop.run(in_memory(path, *how)), "libp2p": over_libp2p(path, *how)}
-    print(", ".join(f"{name} {value}" for name, value in about.items()), end="\n\n")
-    print(table(found, arguments.servers, arguments.delay))
-    if arguments.json:
-        figures = {network: {"push": times[True], "no push": times[False]} for network, times in found.items()}
-        arguments.json.write_text(json.dumps({"machine": about, "seconds_a_token": figures}, indent=2) + "\n")
+        uvloop.run(in_memory(report, path, *how))
+        over_libp2p(report, path, *how)
 
 
 if __name__ == "__main__":

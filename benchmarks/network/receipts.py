@@ -1,6 +1,6 @@
 """What receipts cost: a server's record of a session, step by step, and its signature.
 
-    python -m benchmarks.network.receipts [--shape small] [--steps 300] [--json FILE]
+    python -m benchmarks.network.receipts [--shape small] [--steps 300]
 
 One server computes all blocks of a model, in this process; its client is here too, and both keep the record. In every
 other step neither does, so that the two kinds of steps are compared within one run, pair by pair. A step's time is what
@@ -9,8 +9,6 @@ its client waits for the answer. The checksum of a step's inputs, which every re
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import tempfile
 import time
@@ -22,9 +20,8 @@ from unittest.mock import patch
 import torch
 import uvloop
 
-from benchmarks.common import machine
+from benchmarks.common.report import Report, report_parser
 from benchmarks.common.shapes import SHAPES, make_model
-from benchmarks.common.tables import spread, table
 from benchmarks.network.push import OneRoute, info_of
 from swarm.client.chain.chain import Chain
 from swarm.client.config import RequestOptions
@@ -120,31 +117,22 @@ def measure_signing(folder: Path) -> tuple[float, int]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = report_parser(__doc__)
     parser.add_argument("--shape", choices=SHAPES, default="small")
     parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--json", type=Path, help="also write the raw results to this file")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, Report(arguments) as report:
         path = make_model(arguments.shape, Path(folder))
-        found = uvloop.run(measure(path, arguments.steps))
+        for tokens, pairs in uvloop.run(measure(path, arguments.steps)).items():
+            for kept, plain in pairs:
+                where = f"steps of {tokens} tokens"
+                report.add("ms", 1e3 * kept, "less", where=where)
+                report.add("more with a record, us", 1e6 * (kept - plain), "less", where=where)
+                report.add("times as long", kept / plain, "less", decides=True, where=where)
         signing, size = measure_signing(Path(folder))
-    about = machine.describe()
-    print(", ".join(f"{name} {value}" for name, value in about.items()), end="\n\n")
-    rows = [
-        [
-            str(tokens),
-            spread([1e3 * with_it for with_it, _ in pairs]),
-            f"{statistics.median(one - other for one, other in pairs) * 1e6:.0f}",
-            f"{statistics.median(one / other for one, other in pairs):.4f}",
-        ]
-        for tokens, pairs in found.items()
-    ]
-    print(table(["tokens a step", "ms, median (range)", "more with a record, µs", "times as long, median"], rows))
-    print(f"\nA signature takes {1e3 * signing:.2f} ms, in a thread; a receipt has {size} bytes.")
-    if arguments.json:
-        arguments.json.write_text(json.dumps({"machine": about, "seconds": found}, indent=2) + "\n")
+        report.add("ms, in a thread", 1e3 * signing, "less", where="a signature")
+        report.add("bytes", size, "less", where="a receipt")
 
 
 if __name__ == "__main__":

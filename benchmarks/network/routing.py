@@ -9,15 +9,13 @@ swarm, which tries all pairs at every boundary. With a few hundred servers it is
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import math
 import random
-import statistics
 import time
 from collections.abc import Callable
 
-from benchmarks.common.machine import describe
+from benchmarks.common.report import Report, report_parser
 from swarm.data_structures import ServerInfo, ServerState, Span
 from swarm.routing.beam_search import find_route
 from swarm.routing.cost_model import RouteRequirements, route_seconds
@@ -93,48 +91,37 @@ def _timed(call: Callable[[], object]) -> float:
     return (time.perf_counter() - began) * 1e3
 
 
-def _summary(values: list[float], form: str) -> str:
-    return f"{statistics.median(values):{form}} ({min(values):{form}} to {max(values):{form}})"
-
-
-def measure(swarms: list[SwarmSnapshot], wanted: Span, reference: bool) -> list[str]:
-    """The cells of one row of the table: medians and ranges over the swarms."""
-    index, route, ratios = [], [], []
+def measure(report: Report, known: SwarmSnapshot, wanted: Span, reference: bool) -> None:
+    """Plan a route in one swarm, and compare it with the best."""
     first_block = Span(wanted.start, wanted.start + 1)
-    for snapshot in swarms:
-        known = SwarmSnapshot(snapshot.servers, snapshot.round_trips)
-        index.append(_timed(lambda known=known: (known.links, find_route(known, first_block, SESSION))))
-        route.append(_timed(lambda known=known: find_route(known, wanted, SESSION)))
-        if reference:
-            best = shortest_path(known, wanted, SESSION)
-        else:
-            best = find_route(known, wanted, SESSION, beam_width=len(known))
-        found = route_seconds(known, find_route(known, wanted, SESSION), SESSION)
-        ratios.append(found / route_seconds(known, best, SESSION))
-    both = [one + other for one, other in zip(index, route, strict=True)]
-    return [_summary(index, ".0f"), _summary(route, ".0f"), _summary(both, ".0f"), _summary(ratios, ".4f")]
+    index = _timed(lambda: (known.links, find_route(known, first_block, SESSION)))
+    route = _timed(lambda: find_route(known, wanted, SESSION))
+    if reference:
+        best = shortest_path(known, wanted, SESSION)
+    else:
+        best = find_route(known, wanted, SESSION, beam_width=len(known))
+    found = route_seconds(known, find_route(known, wanted, SESSION), SESSION)
+    report.add("ms index", index, "less")
+    report.add("ms route", route, "less")
+    report.add("ms both", index + route, "less")
+    report.add("% above the exact cost", 100 * (found / route_seconds(known, best, SESSION) - 1), "less")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = report_parser(__doc__, repeats=7)
     parser.add_argument("--servers", type=int, default=10_000)
     parser.add_argument("--blocks", type=int, default=80)
-    parser.add_argument("--swarms", type=int, default=7, help="random swarms for each row")
-    options = parser.parse_args()
-    few, many = min(300, options.servers), options.servers
-    print(", ".join(f"{key} {value}" for key, value in describe().items()))
-    print("| servers | announced | pinged | blocks/s | ms index | ms route | ms both | cost / exact cost | exact by |")
-    print("| --- | --- | --- | --- | --- | --- | --- | --- | --- |")
+    arguments = parser.parse_args()
+    few, many = min(300, arguments.servers), arguments.servers
     rows = [(few, 16, 32, 400), *itertools.product([many], [16, 64], [32, many], [400, 8000])]
-    for servers, announced, pinged, speed in rows:
-        swarms = [
-            random_swarm(random.Random(seed), servers, options.blocks, announced, pinged, speed)
-            for seed in range(options.swarms)
-        ]
-        reference = servers <= 300
-        cells = measure(swarms, Span(0, options.blocks), reference)
-        cells += ["reference" if reference else "full beam"]
-        print(f"| {servers} | {announced} | {pinged} | {speed} | {' | '.join(cells)} |", flush=True)
+    with Report(arguments) as report:
+        for servers, announced, pinged, speed in rows:
+            reference = servers <= 300
+            by = "the reference" if reference else "a full beam"
+            where = f"{servers} servers, {announced} announced, {pinged} pinged, {speed} blocks/s; exact by {by}"
+            for seed in report.rounds(where):
+                known = random_swarm(random.Random(seed), servers, arguments.blocks, announced, pinged, speed)
+                measure(report, known, Span(0, arguments.blocks), reference)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Early exit behind a gateway: tokens a second of many streams, and the time between a stream's tokens.
 
-    python -m benchmarks.serving.gateway_exits [--thresholds 0.1] [--streams 8] [--seconds 20] [--tokens 64] [--turns 5]
-        [--delay SECONDS] [--json FILE]
+    python -m benchmarks.serving.gateway_exits [--thresholds 0.1] [--streams 8] [--seconds 20] [--tokens 64]
+        [--delay SECONDS]
 
 One gateway of the demo model on three servers, in processes with one torch thread each; with `--delay`, everything
 between them arrives so much later. Requests without early exit take turns with requests that ask for it. Answers are
@@ -10,25 +10,22 @@ verified, so both are the same texts, drawn with the same seeds.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import httpx
 
-from benchmarks.common import machine
 from benchmarks.common.delayed import DelayedPeer, Network
+from benchmarks.common.report import Report, report_parser
 from benchmarks.common.slow_network import slow_servers
-from benchmarks.common.tables import spread, table, times
 from benchmarks.serving.gateway import MODEL, PROMPT, SPANS
 from swarm.cli.local_swarm import LocalSwarm, PeerProcess
 from swarm.client import connection
@@ -48,16 +45,16 @@ class Load:
 
     Attributes:
         early_exit: of the requests.
-        rates: tokens per second of all streams together, by repetition.
-        gaps_s: median seconds between two tokens of a stream, by repetition.
-        late_gaps_s: what 95 of 100 are shorter than, likewise.
-        texts: answers of the newest repetition, by number of the request.
+        rate: tokens per second of all streams together, of the newest run.
+        gap_s: median seconds between two tokens of a stream.
+        late_gap_s: what 95 of 100 are shorter than.
+        texts: answers, by number of the request.
     """
 
     early_exit: dict[str, Any] | bool
-    rates: list[float] = field(default_factory=list)
-    gaps_s: list[float] = field(default_factory=list)
-    late_gaps_s: list[float] = field(default_factory=list)
+    rate: float = 0.0
+    gap_s: float = 0.0
+    late_gap_s: float = 0.0
     texts: dict[int, str] = field(default_factory=dict)
 
     async def run(self, url: str, streams: int, seconds: float, tokens: int) -> None:
@@ -78,10 +75,9 @@ class Load:
             async with asyncio.TaskGroup() as group:
                 for _ in range(streams):
                     group.create_task(one())
-        self.rates.append(done / (time.perf_counter() - began))
+        self.rate = done / (time.perf_counter() - began)
         cuts = statistics.quantiles(gaps_s, n=20)
-        self.gaps_s.append(cuts[9])
-        self.late_gaps_s.append(cuts[18])
+        self.gap_s, self.late_gap_s = cuts[9], cuts[18]
 
     async def _read(self, client: httpx.AsyncClient, url: str, number: int, tokens: int) -> tuple[str, list[float]]:
         """An answer, and when each of its tokens came. Tokens that came together have the same time."""
@@ -136,44 +132,29 @@ def run_gateway(delay: float, *arguments: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = report_parser(__doc__)
     parser.add_argument("--thresholds", default="0.1")
     parser.add_argument("--streams", type=int, default=8)
     parser.add_argument("--seconds", type=float, default=20, help="of one turn")
     parser.add_argument("--tokens", type=int, default=64, help="of an answer")
-    parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--delay", type=float, default=0.0, help="seconds, one way")
-    parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     quiet_hivemind()
-    print(", ".join(machine.describe().values()), flush=True)
     loads = [Load(False), *(Load({"threshold": float(one)}) for one in arguments.thresholds.split(","))]
-    with gateway(arguments.delay) as url:
+    plain = loads[0]
+    with Report(arguments) as report, gateway(arguments.delay) as url:
         for one in loads:
-            asyncio.run(one.run(url, arguments.streams, 2.0, arguments.tokens))
-            del one.rates[:], one.gaps_s[:], one.late_gaps_s[:]
-        for _ in range(arguments.turns):
+            asyncio.run(one.run(url, arguments.streams, 2.0, arguments.tokens))  # warms up
+        for _ in report.rounds(f"{arguments.streams} streams"):
             for one in loads:
                 asyncio.run(one.run(url, arguments.streams, arguments.seconds, arguments.tokens))
-    for one in loads[1:]:
-        if any(one.texts[number] != loads[0].texts[number] for number in one.texts.keys() & loads[0].texts.keys()):
-            raise SystemExit(f"{one.early_exit}: some texts differ from those without early exit")
-    print(f"\n{arguments.streams} streams; median (range) of {arguments.turns}\n\n{results(loads)}")
-    if arguments.json is not None:
-        measured = [{name: value for name, value in asdict(one).items() if name != "texts"} for one in loads]
-        arguments.json.write_text(json.dumps({"machine": machine.describe(), "loads": measured}, indent=2))
-
-
-def results(loads: Sequence[Load]) -> str:
-    """Format in Markdown."""
-    plain = loads[0]
-    lines = []
-    for one in loads:
-        name = f"softmax > {one.early_exit['threshold']:g}" if isinstance(one.early_exit, dict) else "none"
-        gaps = [spread([1e3 * gap for gap in found], 0) for found in (one.gaps_s, one.late_gaps_s)]
-        lines.append([name, spread(one.rates, 1), times(one.rates, plain.rates), *gaps])
-    heading = ["exits", "tokens/s together", "times plain", "ms between tokens, median", "95 of 100 are below"]
-    return table(heading, lines)
+                where = f"softmax > {one.early_exit['threshold']:g}" if isinstance(one.early_exit, dict) else "no exits"
+                report.add("tokens/s together", one.rate, "more", where=where)
+                report.add("times plain", one.rate / plain.rate, "more", decides=True, where=where)
+                report.add("ms between tokens, median", 1e3 * one.gap_s, "less", where=where)
+                report.add("95 of 100 are below", 1e3 * one.late_gap_s, "less", where=where)
+                if any(one.texts[number] != plain.texts[number] for number in one.texts.keys() & plain.texts.keys()):
+                    raise SystemExit(f"{one.early_exit}: some texts differ from those without early exit")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Speed of fine-tuning over the swarm (forward and backward) relative to the same training of the local model.
 
-    python -m benchmarks.training [--only near|far] [--shape small] [--repeats 5] [--json FILE]
+    python -m benchmarks.training [--only near|far] [--shape small]
 
 LoRA factors (rank 8, queries and values) are trained in fp32, with batches of 8 sequences of 64 tokens. The local model
 is the transformers model with `peft`, in one thread. Both are measured alternately.
@@ -12,17 +12,13 @@ processor, so that six of them do not compete for two. That needs Linux's contro
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +26,9 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
-from benchmarks.common import machine
 from benchmarks.common.delayed import DelayedPeer, Network
+from benchmarks.common.report import Report, report_parser
 from benchmarks.common.shapes import SHAPES, make_model, split_blocks
-from benchmarks.common.tables import spread
 from swarm import AutoDistributedModelForCausalLM, TuningOptions
 from swarm.cli.local_swarm import LocalSwarm
 from swarm.client import connection
@@ -49,17 +44,6 @@ CPU_SHARE = 0.25
 GROUPS = Path("/sys/fs/cgroup/cpu")
 PERIOD_US = 10_000
 """Period of the CPU quota."""
-
-
-@dataclass
-class TrainingSpeeds:
-    """Tokens/s of forward and backward together, by repetition."""
-
-    swarm: list[float] = field(default_factory=list)
-    local: list[float] = field(default_factory=list)
-
-    def ratios(self) -> list[float]:
-        return [swarm / local for swarm, local in zip(self.swarm, self.local, strict=True)]
 
 
 def batch() -> torch.Tensor:
@@ -92,9 +76,8 @@ def tuned(path: Path, address: str) -> Iterator[Any]:
         model.swarm.close()
 
 
-def near(shape: str, servers: int, repeats: int) -> TrainingSpeeds:
+def near(report: Report, shape: str, servers: int) -> None:
     """Measure a chain and the local model alternately."""
-    figures = TrainingSpeeds()
     with ExitStack() as stack:
         path = make_model(shape, Path(stack.enter_context(tempfile.TemporaryDirectory())))
         local = local_model(path)
@@ -104,10 +87,11 @@ def near(shape: str, servers: int, repeats: int) -> TrainingSpeeds:
         model = stack.enter_context(tuned(path, swarm.address))
         for one in (model, local):
             speed(one)  # warms up
-        for _ in range(repeats):
-            figures.swarm.append(speed(model))
-            figures.local.append(speed(local))
-    return figures
+        for _ in report.rounds(f"{shape}, {servers} servers"):
+            here, beside = speed(model), speed(local)
+            report.add("tokens/s", here, "more")
+            report.add("local tokens/s", beside)
+            report.add("of the local speed", here / beside, "more", decides=True)
 
 
 @contextmanager
@@ -155,74 +139,42 @@ def far_swarm(path: Path, blocks: Sequence[str]) -> Iterator[str]:
         yield swarm.address
 
 
-def far(shape: str, repeats: int) -> dict[int, list[float]]:
-    """Format tokens/s by number of servers."""
+def far(report: Report, shape: str) -> None:
+    """Measure three servers and six alternately. Raises `OSError` if their processors cannot be limited."""
     DelayedPeer.network = Network.read(str(DELAY))
     connection.Peer = DelayedPeer  # type: ignore[attr-defined, misc]
-    results: dict[int, list[float]] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        path = make_model(shape, Path(folder))
+    with ExitStack() as stack:
+        path = make_model(shape, Path(stack.enter_context(tempfile.TemporaryDirectory())))
         spans = split_blocks(SHAPES[shape].num_hidden_layers, 3)
-        for blocks in (spans, [*spans, *spans]):
-            with far_swarm(path, blocks) as address, tuned(path, address) as model:
-                speed(model)
-                results[len(blocks)] = [speed(model) for _ in range(repeats)]
-    return results
-
-
-def near_table(shape: str, figures: TrainingSpeeds) -> str:
-    return (
-        f"| {shape}, 3 servers | {spread(figures.swarm, 0)} | {spread(figures.local, 0)} | {spread(figures.ratios())} |"
-    )
-
-
-def far_table(results: dict[int, list[float]]) -> str:
-    three = statistics.median(results[3])
-    rows = [
-        f"| {servers} | {spread(speeds, 0)} | {spread([speed / three for speed in speeds])} |"
-        for servers, speeds in results.items()
-    ]
-    head = ["| servers | tokens/s | times three |", "| --- | --- | --- |"]
-    return "\n".join([*head, *rows])
+        models = [
+            stack.enter_context(tuned(path, stack.enter_context(far_swarm(path, blocks))))
+            for blocks in (spans, [*spans, *spans])
+        ]
+        for model in models:
+            speed(model)  # warms up
+        for _ in report.rounds(f"{shape}, {1e3 * DELAY:.0f} ms one way, {CPU_SHARE} of a processor a server"):
+            three, six = map(speed, models)
+            report.add("3 servers, tokens/s", three, "more")
+            report.add("6 servers, tokens/s", six, "more")
+            report.add("six, times three", six / three, "more", decides=True)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = report_parser(__doc__)
     parser.add_argument("--only", choices=("near", "far"))
     parser.add_argument("--shape", choices=SHAPES, help="both if left out; far: small")
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--json", type=Path, help="write the raw figures here too")
     arguments = parser.parse_args()
     quiet_hivemind()
     torch.set_num_threads(1)
-    about = machine.describe()
-    raw: dict[str, Any] = {"machine": about}
-    print(", ".join(f"{name} {value}" for name, value in about.items()), end="\n\n")
-    parts: dict[str, Callable[[], None]] = {}
-
-    def run_near() -> None:
-        print("| | tokens/s | local tokens/s | of the local speed |\n| --- | --- | --- | --- |")
-        for shape in [arguments.shape] if arguments.shape else ("tiny", "small"):
-            figures = near(shape, 3, arguments.repeats)
-            raw[shape] = asdict(figures)
-            print(near_table(shape, figures), flush=True)
-        print()
-
-    def run_far() -> None:
-        try:
-            raw["far"] = far(arguments.shape or "small", arguments.repeats)
-        except OSError as error:
-            print(f"not measured: no control group for the servers here ({error})")
-            return
-        print(f"{1e3 * DELAY:.0f} ms one way, {CPU_SHARE} of a processor a server; tokens/s, median (range)\n")
-        print(far_table(raw["far"]))
-
-    parts = {"near": run_near, "far": run_far}
-    for name, run in parts.items():
-        if arguments.only in (None, name):
-            run()
-    if arguments.json:
-        arguments.json.write_text(json.dumps(raw, indent=2) + "\n")
+    with Report(arguments) as report:
+        if arguments.only != "far":
+            for shape in [arguments.shape] if arguments.shape else ("tiny", "small"):
+                near(report, shape, 3)
+        if arguments.only != "near":
+            try:
+                far(report, arguments.shape or "small")
+            except OSError as error:
+                report.note(f"far: not measured, as there is no control group for the servers here ({error})")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Weights that peers get from each other over real libp2p: rate, memory, cost for clients, resuming.
 
-    python -m benchmarks.weights [--only rate|memory|inference|resume] [--rounds 3] [--quick] [--folder FOLDER]
+    python -m benchmarks.weights [--only rate memory inference resume] [--quick] [--folder FOLDER]
 
 `rate`: a peer receives a model of random weights over a link of 100 Mbit/s, of 1 Gbit/s, and over loopback. In each
 round, one bare TCP stream and one bare libp2p stream are measured on the same link. Limited links are network
@@ -12,19 +12,15 @@ namespaces with the kernel's token bucket, which needs root.
 
 from __future__ import annotations
 
-import statistics
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import click
-
-from benchmarks.common import machine
-from benchmarks.common.tables import spread, table, times
-from benchmarks.weights.inference import NOTHING, SENDERS, Uploads, measure_inference, slowdowns
+from benchmarks.common.report import Report, report_parser
+from benchmarks.weights.inference import measure_inference
 from benchmarks.weights.links import LOOPBACK, Link, can_limit, limited_link, loopback
 from benchmarks.weights.peers import Fetched, FetchOrder, Memory, PeerProcess
 from benchmarks.weights.random_model import NAME, make_random_model
@@ -59,15 +55,6 @@ FULL = Sizes({100: 0.3e9, 1000: 1e9, 0: 2e9}, (0.3e9, 2e9), "small", 48, 9, 1e9,
 QUICK = Sizes({1000: 24e6, 0: 24e6}, (12e6, 24e6), "tiny", 16, 1, 24e6, 0.1)
 
 
-@dataclass(frozen=True)
-class Rates:
-    """Bytes a second on one link, in one round."""
-
-    tcp: float
-    libp2p: float
-    fetch: float
-
-
 @contextmanager
 def sharing(link: Link, model: Path) -> Iterator[tuple[PeerProcess, PeerProcess, dict[str, str]]]:
     """A holder and a receiver at the ends of a link, and the digests of the model's parts."""
@@ -78,17 +65,21 @@ def sharing(link: Link, model: Path) -> Iterator[tuple[PeerProcess, PeerProcess,
         yield holder, receiver, digests
 
 
-def measure_rates(link: Link, stream_bytes: int, model: Path, rounds: int) -> list[Rates]:
+def measure_rates(report: Report, link: Link, stream_bytes: int, model: Path) -> None:
     """Bare TCP, a bare libp2p stream, and weights, in turns."""
-    found = []
+    size = (model / "model.safetensors").stat().st_size
     with sharing(link, model) as (holder, receiver, digests):
-        for _ in range(rounds):
+        for _ in report.rounds(f"{link.name}, model of {size / MB:.0f} MB"):
             tcp = link.tcp_bytes_per_s(stream_bytes)
             libp2p = receiver.receive_stream(holder.peer_id, stream_bytes // CHUNK_BYTES)
             with tempfile.TemporaryDirectory(dir=model.parent) as root:
                 fetched = receiver.fetch(order(holder, Path(root), model, digests))
-            found.append(Rates(tcp, libp2p, fetched.bytes_per_s))
-    return found
+            rate = fetched.bytes_per_s
+            report.add("bare TCP, MB/s", tcp / MB)
+            report.add("bare libp2p stream, MB/s", libp2p / MB)
+            report.add("weights, MB/s", rate / MB, "more")
+            report.add("of TCP", rate / tcp, "more", decides=True)
+            report.add("of the libp2p stream", rate / libp2p, "more")
 
 
 def measure_memory(model: Path) -> dict[str, Memory]:
@@ -118,22 +109,19 @@ class Resumed:
     twice: int
 
 
-def measure_resume(model: Path, rounds: int) -> list[Resumed]:
+def measure_resume(model: Path) -> Resumed:
     """A receiver is killed at half, and another one goes on with what there is."""
-    found = []
-    for _ in range(rounds):
-        link = Link("loopback", LOOPBACK, LOOPBACK)
-        with tempfile.TemporaryDirectory(dir=model.parent) as root, sharing(link, model) as peers:
-            holder, receiver, digests = peers
-            wanted = order(holder, Path(root), model, digests)
-            half = (model / "model.safetensors").stat().st_size // 2
-            receiver.die_in_fetch(wanted, half)
-            receiver.close()
-            again = PeerProcess(LOOPBACK).join(holder.address)
-            fetched = again.fetch(wanted)
-            again.close()
-            found.append(Resumed(fetched, holder.sent_bytes() - fetched.size))
-    return found
+    link = Link("loopback", LOOPBACK, LOOPBACK)
+    with tempfile.TemporaryDirectory(dir=model.parent) as root, sharing(link, model) as peers:
+        holder, receiver, digests = peers
+        wanted = order(holder, Path(root), model, digests)
+        half = (model / "model.safetensors").stat().st_size // 2
+        receiver.die_in_fetch(wanted, half)
+        receiver.close()
+        again = PeerProcess(LOOPBACK).join(holder.address)
+        fetched = again.fetch(wanted)
+        again.close()
+        return Resumed(fetched, holder.sent_bytes() - fetched.size)
 
 
 def order(holder: PeerProcess, root: Path, model: Path, digests: dict[str, str]) -> FetchOrder:
@@ -150,88 +138,61 @@ def _start(ends: ExitStack, *hosts: Host) -> list[PeerProcess]:
     return peers
 
 
-def rates_row(name: str, size: float, found: Sequence[Rates]) -> list[str]:
-    tcp, libp2p, fetch = ([getattr(one, field) for one in found] for field in ("tcp", "libp2p", "fetch"))
-    in_mb = [spread([value / MB for value in values], 0) for values in (tcp, libp2p, fetch)]
-    return [name, f"{size / MB:.0f}", *in_mb, times(fetch, tcp), times(fetch, libp2p)]
-
-
-def inference_rows(found: Uploads) -> list[list[str]]:
-    rows = []
-    for name in SENDERS:
-        rate = spread(found.rates[name], 1) if name != NOTHING else "0"
-        slower = spread([100 * one for one in slowdowns(found, name)], 0) if name != NOTHING else ""
-        rows.append([name, rate, spread(found.milliseconds[name], 1), slower])
-    return rows
-
-
-@click.command()
-@click.option("--only", type=click.Choice(PARTS), multiple=True, help="Measure only this.")
-@click.option("--rounds", default=3, show_default=True, help="Of each measurement.")
-@click.option("--quick", is_flag=True, help="Small models and one round, to see that it works.")
-@click.option("--folder", type=click.Path(exists=True, path_type=Path), help="For temporary files: a local drive.")
-def main(only: tuple[str, ...], rounds: int, quick: bool, folder: Path | None) -> None:
-    """Print the tables."""
-    print("; ".join(f"{name}: {value}" for name, value in machine.describe().items()), flush=True)
-    sizes = QUICK if quick else FULL
-    rounds = 1 if quick else rounds
-    show: dict[str, Callable[[Sizes, int, Path], str]] = {
-        "rate": _rate_table,
-        "memory": _memory_table,
-        "inference": _inference_table,
-        "resume": _resume_table,
+def main() -> None:
+    parser = report_parser(__doc__, repeats=3)
+    parser.add_argument("--only", choices=PARTS, nargs="+", default=PARTS, help="measure only this")
+    parser.add_argument("--quick", action="store_true", help="small models, to see that it works")
+    parser.add_argument("--folder", type=Path, help="for temporary files: a local drive")
+    arguments = parser.parse_args()
+    measure: dict[str, Callable[[Report, Sizes, Path], None]] = {
+        "rate": _rate,
+        "memory": _memory,
+        "inference": _inference,
+        "resume": _resume,
     }
-    for part in only or PARTS:
-        with tempfile.TemporaryDirectory(dir=folder) as temporary:
-            print(f"\n{show[part](sizes, rounds, Path(temporary))}", flush=True)
+    with Report(arguments) as report:
+        for part in arguments.only:
+            with tempfile.TemporaryDirectory(dir=arguments.folder) as temporary:
+                measure[part](report, QUICK if arguments.quick else FULL, Path(temporary))
 
 
-def _rate_table(sizes: Sizes, rounds: int, folder: Path) -> str:
-    rows = []
+def _rate(report: Report, sizes: Sizes, folder: Path) -> None:
     for mbit, size in sizes.rates.items():
         if mbit and not can_limit():
-            print(f"{mbit} Mbit/s: not measured, because limited links need root and iproute2", flush=True)
+            report.note(f"{mbit} Mbit/s: not measured, because limited links need root and iproute2")
             continue
         model = make_random_model(folder / str(mbit), size)
         made: AbstractContextManager[Link] = limited_link(mbit) if mbit else loopback()
         with made as link:
-            written = (model / "model.safetensors").stat().st_size
-            stream_bytes = int((mbit or LOOPBACK_MBIT) * 1e6 / 8 * sizes.stream_s)
-            rows.append(rates_row(link.name, written, measure_rates(link, stream_bytes, model, rounds)))
-    heading = ["link", "model, MB", "bare TCP, MB/s", "bare libp2p stream, MB/s", "weights, MB/s"]
-    return table([*heading, "of TCP", "of the libp2p stream"], rows)
+            measure_rates(report, link, int((mbit or LOOPBACK_MBIT) * 1e6 / 8 * sizes.stream_s), model)
 
 
-def _memory_table(sizes: Sizes, rounds: int, folder: Path) -> str:
-    rows = []
+def _memory(report: Report, sizes: Sizes, folder: Path) -> None:
     for size in sizes.memory:
         model = make_random_model(folder / f"{size:.0f}", size)
-        found = [measure_memory(model) for _ in range(rounds)]
-        for name in found[0]:
-            process, daemon = ([getattr(one[name], field) / MB for one in found] for field in ("process", "daemon"))
-            together = [one + other for one, other in zip(process, daemon, strict=True)]
-            written = (model / "model.safetensors").stat().st_size / MB
-            rows.append([f"{written:.0f}", name, spread(process, 0), spread(daemon, 0), spread(together, 0)])
-    return table(["model, MB", "peer", "process, MB more", "its daemon, MB more", "together"], rows)
+        written = (model / "model.safetensors").stat().st_size / MB
+        for _ in report.rounds(f"memory, model of {written:.0f} MB"):
+            for name, found in measure_memory(model).items():
+                where = f"{name} of {written:.0f} MB"
+                report.add("process, MB more", found.process / MB, "less", where=where)
+                report.add("its daemon, MB more", found.daemon / MB, "less", where=where)
+                report.add("together", (found.process + found.daemon) / MB, "less", where=where)
 
 
-def _inference_table(sizes: Sizes, rounds: int, folder: Path) -> str:
-    found = measure_inference(sizes.shape, sizes.tokens, sizes.texts, folder)
-    return table(["who sends", "MB/s", "ms a token", "% slower than the same round's"], inference_rows(found))
+def _inference(report: Report, sizes: Sizes, folder: Path) -> None:
+    measure_inference(report, sizes.shape, sizes.tokens, folder)
 
 
-def _resume_table(sizes: Sizes, rounds: int, folder: Path) -> str:
+def _resume(report: Report, sizes: Sizes, folder: Path) -> None:
     model = make_random_model(folder / "model", sizes.resume)
-    found = measure_resume(model, rounds)
-    size = (model / "model.safetensors").stat().st_size / MB
-    rows = [
-        ["seconds until the first new chunk", spread([one.after.first_s for one in found])],
-        ["seconds until the rest was there", spread([one.after.seconds for one in found])],
-        ["chunks sent twice", spread([one.twice / CHUNK_BYTES for one in found], 1)],
-        ["the same, of the model", f"{statistics.median(one.twice for one in found) / MB / size:.2%}"],
-    ]
-    return table([f"killed at half of {size:.0f} MB, started again", ""], rows)
+    size = (model / "model.safetensors").stat().st_size
+    for _ in report.rounds(f"killed at half of {size / MB:.0f} MB, started again"):
+        found = measure_resume(model)
+        report.add("s to the first new chunk", found.after.first_s, "less")
+        report.add("s to the rest", found.after.seconds, "less")
+        report.add("chunks sent twice", found.twice / CHUNK_BYTES, "less")
+        report.add("the same, % of the model", 100 * found.twice / size, "less")
 
 
 if __name__ == "__main__":
-    main(prog_name="python -m benchmarks.weights")
+    main()

@@ -6,12 +6,12 @@ import shutil
 import tempfile
 import time
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks.common.report import Report
 from benchmarks.common.shapes import SHAPES, make_model
 from benchmarks.weights.links import LOOPBACK
 from benchmarks.weights.peers import FetchOrder, PeerProcess
@@ -26,20 +26,11 @@ SENDERS = (NOTHING, FROM_SERVER, FROM_ANOTHER)
 PROMPT = 8
 
 
-@dataclass
-class Uploads:
-    """Milliseconds a token of each text, and MB/s that were sent meanwhile, by who sent."""
-
-    milliseconds: dict[str, list[float]] = field(default_factory=lambda: {one: [] for one in SENDERS})
-    rates: dict[str, list[float]] = field(default_factory=lambda: {one: [] for one in SENDERS})
-
-
-def measure_inference(shape: str, tokens: int, repeats: int, folder: Path) -> Uploads:
+def measure_inference(report: Report, shape: str, tokens: int, folder: Path) -> None:
     """A client generates while the server sends nothing, while it sends, and while another process sends as much.
 
     The last shows what receiving costs here, where it happens on the sender's own processors.
     """
-    found = Uploads()
     model_folder = make_model(shape, folder)
     spans = (f"0:{SHAPES[shape].num_hidden_layers}",)
     options = ("--threads", "1", "--throughput", "1000", "--share-weights", "on")
@@ -62,7 +53,8 @@ def measure_inference(shape: str, tokens: int, repeats: int, folder: Path) -> Up
             ends.callback(receivers[name].close)
         with torch.inference_mode():
             model.generate(ids, max_new_tokens=tokens, do_sample=False)
-            for number in range(repeats):
+            for number in report.rounds(f"{shape}, who sends"):
+                milliseconds: dict[str, float] = {}
                 # Whoever is last finds the machine as the others left it: each comes first as often.
                 for name in SENDERS[number % len(SENDERS) :] + SENDERS[: number % len(SENDERS)]:
                     root = Path(tempfile.mkdtemp(dir=folder))
@@ -72,14 +64,12 @@ def measure_inference(shape: str, tokens: int, repeats: int, folder: Path) -> Up
                     began = time.perf_counter()
                     model.generate(ids, max_new_tokens=tokens, do_sample=False)
                     seconds = time.perf_counter() - began
-                    found.milliseconds[name].append(seconds / tokens * 1000)
+                    milliseconds[name] = 1e3 * seconds / tokens
                     if name in senders:
-                        found.rates[name].append(receivers[name].stop() / seconds / 1e6)
+                        report.add("MB/s", receivers[name].stop() / seconds / 1e6, where=f"{name} sends")
                     shutil.rmtree(root)
-    return found
-
-
-def slowdowns(found: Uploads, name: str) -> list[float]:
-    """How much slower a text is than the one of the same round without an upload; 0 is as fast."""
-    pairs = zip(found.milliseconds[name], found.milliseconds[NOTHING], strict=True)
-    return [slow / quick - 1 for slow, quick in pairs]
+                for name, taken in milliseconds.items():
+                    report.add("ms a token", taken, "less", where=f"{name} sends")
+                    if name in senders:
+                        slower = 100 * (taken / milliseconds[NOTHING] - 1)
+                        report.add("% slower than with nothing", slower, "less", where=f"{name} sends")

@@ -22,11 +22,10 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.common import machine
 from benchmarks.common.delayed import DelayedPeer, Network
+from benchmarks.common.report import Report, report_parser
 from benchmarks.common.shapes import SHAPES, make_model, split_blocks
 from benchmarks.common.slow_network import slow_servers
-from benchmarks.common.tables import spread, table
 from benchmarks.common.worker import Worker, start_workers
 from benchmarks.serving.clients import PROMPT_TOKENS, prompts
 from benchmarks.wide_area.planted import PlantedDraft
@@ -68,14 +67,13 @@ def rate(clients: Sequence[Worker], right: float | None, tokens: int) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = report_parser(__doc__)
     parser.add_argument("--shape", choices=SHAPES, default="tiny")
     parser.add_argument("--clients", type=int, default=8)
     parser.add_argument("--servers", type=int, default=3)
     parser.add_argument("--delay", type=float, default=0.0, help="seconds one way between any two machines")
     parser.add_argument("--right", type=lambda text: [float(one) for one in text.split(",")], default="0,0.5,0.8")
     parser.add_argument("--tokens", type=int, default=96)
-    parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--worker", nargs=4, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.worker:
@@ -83,27 +81,23 @@ def main() -> None:
         return run_client(path, address, float(delay), int(number))
     quiet_hivemind()
     spans = split_blocks(SHAPES[arguments.shape].num_hidden_layers, arguments.servers)
-    rates: dict[float | None, list[float]] = {right: [] for right in (None, *arguments.right)}
-    with tempfile.TemporaryDirectory() as folder:
+    ways: list[float | None] = [None, *arguments.right]
+    with tempfile.TemporaryDirectory() as folder, Report(arguments) as report:
         path = make_model(arguments.shape, Path(folder))
+        report.note(
+            f"{arguments.clients} clients, {arguments.servers} servers, {1000 * arguments.delay:g} ms, "
+            f"shape {arguments.shape}, {PROMPT_TOKENS} + {arguments.tokens} tokens"
+        )
         with slow_servers(path, spans, arguments.delay, throughput="auto") as address:
             options = [str(path), address, str(arguments.delay)]
             with start_workers("benchmarks.wide_area.clients", options, arguments.clients) as clients:
                 rate(clients, None, arguments.tokens)  # warms up, and finds out what each text is
-                for _ in range(arguments.repeats):
+                for _ in report.rounds():
+                    rates = {right: rate(clients, right, arguments.tokens) for right in ways}
                     for right, found in rates.items():
-                        found.append(rate(clients, right, arguments.tokens))
-    plain = rates[None]
-    rows = [("no draft", spread(plain, 1), "1.00")]
-    for right in arguments.right:
-        times = spread([one / other for one, other in zip(rates[right], plain, strict=True)])
-        rows.append((f"{right:g}", spread(rates[right], 1), times))
-    print(", ".join(machine.describe().values()))
-    print(
-        f"\n{arguments.clients} clients, {arguments.servers} servers, {1000 * arguments.delay:g} ms, "
-        f"shape {arguments.shape}, {PROMPT_TOKENS} + {arguments.tokens} tokens:\n"
-    )
-    print(table(("draft is right", "tokens/s together", "times plain"), rows))
+                        where = "no draft" if right is None else f"draft is right: {right:g}"
+                        report.add("tokens/s together", found, "more", where=where)
+                        report.add("times plain", found / rates[None], "more", decides=True, where=where)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ Servers measure what they compute, and the links between them, and announce both
 
 from __future__ import annotations
 
-import argparse
 import json
 import tempfile
 import time
@@ -19,10 +18,9 @@ from unittest import mock
 
 import torch
 
-from benchmarks.common import machine
+from benchmarks.common.report import Report, report_parser
 from benchmarks.common.shapes import SHAPES, make_model, split_blocks
 from benchmarks.common.slow_network import slow_network
-from benchmarks.common.tables import spread, table, times
 from swarm.client import session
 from swarm.client.chain import prompt_chunks
 from swarm.transport.p2p import quiet_hivemind
@@ -44,18 +42,15 @@ def wait_for_links(model: Any, servers: int) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = report_parser(__doc__)
     parser.add_argument("--shape", choices=SHAPES, default="small")
     parser.add_argument("--servers", type=int, default=4)
     parser.add_argument("--rates", type=lambda text: [float(one) for one in text.split(",")], default="4,14,100")
     parser.add_argument("--tokens", type=int, default=1024)
-    parser.add_argument("--repeats", type=int, default=3)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     quiet_hivemind()
-    print(", ".join(machine.describe().values()))
-    rows = []
-    with tempfile.TemporaryDirectory() as name:
+    with tempfile.TemporaryDirectory() as name, Report(arguments) as report:
         folder = Path(name)
         path = make_model(arguments.shape, folder)
         spans = split_blocks(SHAPES[arguments.shape].num_hidden_layers, arguments.servers)
@@ -66,21 +61,23 @@ def main() -> None:
             profile.write_text(json.dumps({**machines, **links}))
             with slow_network(path, spans, profile, throughput="auto") as model:
                 carry = wait_for_links(model, len(spans))
-                found: dict[bool, list[float]] = {True: [], False: []}
                 prompt_1T = torch.randint(model.config.vocab_size, (1, arguments.tokens))
-                for number in range(2 * (1 + arguments.repeats)):
-                    thin = bool(number % 2)
+
+                def first_token(thin: bool, model: Any = model, prompt_1T: torch.Tensor = prompt_1T) -> float:
                     way = nullcontext() if thin else mock.patch.object(prompt_chunks, "carry_cost", return_value=0.0)
                     with way, model.inference_session(max_length=arguments.tokens + 1):
                         began = time.perf_counter()
                         model.generate(prompt_1T, max_new_tokens=1, do_sample=False)
-                        if number > 1:  # the first ones warm up
-                            found[thin].append(time.perf_counter() - began)
+                        return time.perf_counter() - began
+
                 chunk = session.chunk_slots(arguments.tokens, 1, model.swarm.servers())
-            ratio = times(found[True], found[False])
-            rows.append((f"{rate:g}", f"{carry:.2f}", str(chunk), spread(found[False]), spread(found[True]), ratio))
-    heading = ("Mbit/s", "carry / compute", "tokens a chunk", "for servers, s", "for links too, s", "times")
-    print(table(heading, rows))
+                where = f"{rate:g} Mbit/s, carry / compute {carry:.2f}, {chunk} tokens a chunk"
+                first_token(False), first_token(True)  # warms up
+                for _ in report.rounds(where):
+                    plain, thin = first_token(False), first_token(True)
+                    report.add("for servers, s", plain)
+                    report.add("for links too, s", thin, "less")
+                    report.add("times", thin / plain, "less", decides=True)
 
 
 if __name__ == "__main__":

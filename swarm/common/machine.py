@@ -29,9 +29,13 @@ class ProcessorUse:
 
     def _seconds(self) -> tuple[float, float, float]:
         """Processor time that has passed, that all have used, and this process alone."""
-        times, own = psutil.cpu_times(), self._process.cpu_times()
+        times = psutil.cpu_times()
         passed = sum(times) - getattr(times, "guest", 0.0) - getattr(times, "guest_nice", 0.0)  # part of user and nice
-        return passed, passed - times.idle - getattr(times, "iowait", 0.0), own.user + own.system
+        return passed, passed - times.idle - getattr(times, "iowait", 0.0), self._own_seconds()
+
+    def _own_seconds(self) -> float:
+        own = self._process.cpu_times()
+        return float(own.user + own.system)
 
 
 def available_memory() -> int:

@@ -48,6 +48,8 @@ class _Operation:
     Attributes:
         place: the number of its result.
         layer: in which block it was called; None if in none.
+        width: the last size of its result; 0 if it has none.
+        in_place: whether it changes the first of its arguments.
     """
 
     function: Callable[..., Any]
@@ -55,6 +57,8 @@ class _Operation:
     kwargs: Any
     place: _Place
     layer: int | None
+    width: int
+    in_place: bool = False
 
 
 class Recorder(TorchFunctionMode):
@@ -103,6 +107,7 @@ class Recorder(TorchFunctionMode):
             if id(changed) not in self._places:
                 raise NotTraceable(f"it changes a tensor that it has not made ({name})")
             self._add(_set_item if name == "__setitem__" else _public(function, name), args, kwargs, changed)
+            self.operations[-1].in_place = True
         elif kwargs.get("out") is not None:
             raise NotTraceable(f"it writes results into tensors ({name})")
         elif isinstance(result, torch.Tensor):
@@ -125,7 +130,8 @@ class Recorder(TorchFunctionMode):
         place = self._place(result)
         if self._depend((args, kwargs)):
             self._dependent.add(place)
-        self.operations.append(_Operation(function, args, kwargs, place, self.layer))
+        width = result.shape[-1] if result is not None and result.dim() else 0
+        self.operations.append(_Operation(function, args, kwargs, place, self.layer, width))
         return place
 
     def _depend(self, arguments: Any) -> bool:
@@ -161,22 +167,28 @@ class Trace:
     """The calls of a forward.
 
     Attributes:
-        graph: its placeholders are those of `bound`, then the inputs. The node of a call has the number of its layer in
-            `meta["layer"]`, or None.
+        graph: its placeholders are those of `bound`, then the inputs. The `meta` of a call's node has the number of its
+            "layer", or None, the last size of its result as "width", and whether it changes its first argument as
+            "in_place".
         bound: what is passed for the other placeholders: weights, buffers and constants.
     """
 
     graph: fx.Graph
     bound: Mapping[fx.Node, torch.Tensor]
 
+    @property
+    def changes_tensors(self) -> bool:
+        """Whether a call changes one of its arguments."""
+        return any(node.meta.get("in_place") for node in self.graph.nodes)
+
     def function(self, share: bool = False) -> Callable[..., Any]:
         """The forward as one function of its inputs.
 
         Args:
-            share: whether what it calls several times with the same inputs is called once. No call may change a tensor.
+            share: whether what it calls several times with the same inputs is called once, unless it changes tensors.
         """
-        if share:
-            _share_calls(self.graph)
+        if share and not self.changes_tensors:
+            share_calls(self.graph)
         forward: Callable[..., Any] = type(fx.GraphModule(nn.Module(), self.graph)).forward
         return partial(forward, None, *self.bound.values())
 
@@ -240,13 +252,13 @@ def _unite(inputs: int, first: tuple[list[_Operation], Any], second: tuple[list[
     for one, other in zip(operations, others, strict=True):
         arguments, keywords = unite(one.args, other.args), unite(one.kwargs, other.kwargs)
         nodes[one.place.number] = node = graph.call_function(one.function, arguments, keywords)
-        node.meta["layer"] = one.layer
+        node.meta.update(layer=one.layer, width=one.width, in_place=one.in_place)
     graph.output(unite(result, other_result))
     graph.eliminate_dead_code(lambda node: node.op in ("placeholder", "output"))
     return Trace(graph, dict(bound.values()))
 
 
-def _share_calls(graph: fx.Graph) -> None:
+def share_calls(graph: fx.Graph) -> None:
     """Replace calls by earlier ones that are the same, on the same inputs. None of them may change its inputs."""
     first: dict[str, fx.Node] = {}
     for node in list(graph.nodes):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.weights.__main__ import measure_memory, measure_rates, measure_resume, rates_row
+from benchmarks.common.report import Report, report_parser
+from benchmarks.weights.__main__ import measure_memory, measure_rates, measure_resume
 from benchmarks.weights.links import loopback
 from benchmarks.weights.random_model import make_random_model
 from swarm.shared_weights.manifest import CHUNK_BYTES
@@ -13,10 +14,12 @@ from swarm.shared_weights.part_store import SPARE_BYTES
 
 def test_rates_over_loopback(tmp_path):
     model = make_random_model(tmp_path / "model", 8e6)
+    report = Report(report_parser("", repeats=1).parse_args(["--patience", "0"]))
     with loopback() as link:
-        (found,) = measure_rates(link, 8 * CHUNK_BYTES, model, 1)
-    assert 0 < found.fetch < found.tcp
-    assert rates_row("loopback", 8e6, [found])[:2] == ["loopback", "8"]
+        measure_rates(report, link, 8 * CHUNK_BYTES, model)
+    found = {figure.name: figure.values for figure in report.figures}
+    assert 0 < found["weights, MB/s"][0] < found["bare TCP, MB/s"][0]
+    assert all(figure.where.startswith("loopback, model of ") for figure in report.figures)
     assert [path.name for path in tmp_path.iterdir()] == ["model"], "what was received is removed"
 
 
@@ -27,6 +30,6 @@ def test_memory_and_resuming(tmp_path):
     found = measure_memory(model)
     assert set(found) == {"holder", "receiver"}
     assert all(0 <= one.process + one.daemon < SPARE_BYTES for one in found.values())
-    (resumed,) = measure_resume(model, 1)
+    resumed = measure_resume(model)
     assert size / 3 < resumed.after.kept < size
     assert 0 <= resumed.twice < size / 2

@@ -92,8 +92,10 @@ class _Tapped:
             self._server.heard.append((self.peer_id, messages.decode_client(frame.header)))
         return frame
 
-    async def send(self, message: messages.Message, payload: bytes | memoryview = b"") -> None:
-        await self._stream.send(*self._server.tamper(message, payload))
+    async def send(
+        self, message: messages.Message, payload: bytes | memoryview = b"", timeout_s: float | None = None
+    ) -> None:
+        await self._stream.send(*self._server.tamper(message, payload), timeout_s)
 
     def close(self) -> None:
         self._stream.close()

@@ -186,7 +186,7 @@ async def test_hanging_up_ends_streams_that_nobody_uses(server):
         peer_id = "stuck"
         closed = False
 
-        async def send(self, message, payload=b""):
+        async def send(self, message, payload=b"", timeout_s=None):
             pass
 
         async def receive(self, limit=0, admit=None):

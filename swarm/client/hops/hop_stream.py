@@ -69,9 +69,8 @@ class HopStream:
         if self._stream is None:
             raise PeerLost(f"{describe_hop(self._hop)} is not connected")
         try:
-            async with asyncio.timeout(seconds):
-                await self._stream.send(message, payload)
-        except TimeoutError:
+            await self._stream.send(message, payload, seconds)
+        except PeerTimeout:
             raise PeerTimeout(f"{describe_hop(self._hop)} has read nothing for {seconds:.1f} s") from None
         except PeerLost as error:
             raise PeerLost(f"{describe_hop(self._hop)} is gone: {error}") from None

@@ -87,6 +87,10 @@ def position_offsets(
     if positions.ndim != 2:
         raise UsageError(f"position_ids have the shape [rows, tokens] in a swarm, not {list(positions.shape)}")
     positions = positions.expand(layout.sequences, -1).cpu()
+    if real is None and positions.shape[1] == 1:  # a token of each sequence: most steps, and tensors take 0.1 ms more
+        single = tuple(one - start for one, start in zip(positions[:, 0].tolist(), layout.starts, strict=True))
+        if min(single) >= 0:
+            return single if any(single) else None
     real = real if real is not None else torch.ones_like(positions, dtype=torch.bool)
     # What the ids are ahead of the count of tokens: the same for all tokens of a sequence.
     ahead = positions - (torch.tensor(layout.starts).unsqueeze(1) + real.cumsum(1) - 1)

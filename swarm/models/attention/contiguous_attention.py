@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch.nn import functional
@@ -149,8 +150,39 @@ class ContiguousBatch(PackedBatch):
         states = StateBatch([(one.store.states, one.first, one.sequences) for one in segments])
         super().__init__(max(segment.end for segment in segments), states)
         self._segments = segments
+        one = segments[0]
+        simple = len(segments) == 1 and one.new == 1 and one.even and one.sequences == one.store.sequences
+        self._all = one if simple else None
         self._written: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._masks: dict[tuple[int, int], torch.Tensor | None] = {}
+
+    def attend_new(
+        self,
+        layer: int,
+        module: Any,
+        query_NH1D: torch.Tensor,
+        keys_NK1D: torch.Tensor,
+        values_NK1D: torch.Tensor,
+        width: int,
+        mask: PackedMask,
+        scale: float | None,
+        extra: AttentionExtras,
+    ) -> torch.Tensor:
+        """As for any batch, with a third of the calls for what is most frequent: a token of each sequence of a session,
+        all at the same position."""
+        segment = self._all
+        if segment is None or not extra.plain or hasattr(module, "expand_kv"):
+            return super().attend_new(layer, module, query_NH1D, keys_NK1D, values_NK1D, width, mask, scale, extra)
+        end = segment.end
+        keys, values = segment.store.layer_storage(layer, end, keys_NK1D, values_NK1D)
+        keys[:, :, end - 1 : end], values[:, :, end - 1 : end] = keys_NK1D, values_NK1D
+        keys, values = keys[:, :, :end], values[:, :, :end]
+        self._stored_keys, self._written = keys_NK1D, [(keys, values)]
+        seen = self._mask(0, segment, mask)
+        query = query_NH1D.reshape(segment.sequences, keys.shape[1], -1, query_NH1D.shape[-1])
+        seen = seen.unsqueeze(1) if seen is not None else None
+        out = functional.scaled_dot_product_attention(query, keys, values, attn_mask=seen, scale=scale)
+        return out.reshape(segment.sequences, 1, -1, width)
 
     def write_kv(self, layer: int, keys_NH1D: torch.Tensor, values_NH1D: torch.Tensor) -> None:
         self._written = [_write(segment, layer, keys_NH1D, values_NH1D) for segment in self._segments]

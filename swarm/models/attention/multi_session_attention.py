@@ -113,6 +113,22 @@ class PackedBatch(StatefulCache):
             raise PackingUnsupported("the layers change keys before attention, or share them between layers")
         return self.compute_attention(query_NH1D, expand, width, mask, scale, extra)
 
+    def attend_new(
+        self,
+        layer: int,
+        module: Any,
+        query_NH1D: torch.Tensor,
+        keys_NK1D: torch.Tensor,
+        values_NK1D: torch.Tensor,
+        width: int,
+        mask: PackedMask,
+        scale: float | None,
+        extra: AttentionExtras,
+    ) -> torch.Tensor:
+        """`update` and `attend` at once, for single tokens."""
+        self.update(keys_NK1D, values_NK1D, layer)
+        return self.attend(module, query_NH1D, keys_NK1D, width, mask, scale, extra)
+
     def finish(self, may_lack_keys: bool = False) -> None:
         """End a forward. Raises `PackingUnsupported` if a layer did not call this attention.
 

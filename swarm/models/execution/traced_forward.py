@@ -27,6 +27,7 @@ from swarm.models.attention.multi_session_attention import (
     PackedMask,
     active_batch,
 )
+from swarm.models.execution.fewer_calls import with_fewer_calls
 from swarm.models.tracing import NotTraceable, Recorder, Trace, trace
 
 if TYPE_CHECKING:
@@ -78,10 +79,9 @@ class _AttentionSite:
     def attend(
         self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, sinks: torch.Tensor | None, width: int
     ) -> torch.Tensor:
-        batch = active_batch()
-        keys, _ = batch.update(keys, values, self.layer)
-        return batch.attend(
-            self.module, query, keys, width, self.mask, self.scale, AttentionExtras(self.softcap, sinks)
+        extra = AttentionExtras(self.softcap, sinks)
+        return active_batch().attend_new(
+            self.layer, self.module, query, keys, values, width, self.mask, self.scale, extra
         )
 
 
@@ -150,7 +150,7 @@ def trace_span(
 
 def flat_forward(model: SpanModel) -> FlatForward:
     """The model's forward as a function for each of its blocks. Raises `NotTraceable`, and what the forward raises."""
-    return divide(trace_span(model), len(model.layers))
+    return divide(with_fewer_calls(trace_span(model)), len(model.layers))
 
 
 def divide(trace: Trace, layers: int) -> FlatForward:

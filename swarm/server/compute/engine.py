@@ -14,7 +14,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -235,7 +235,7 @@ class Engine:
             return False
         if not 0 < self._batching_delay.iteration < MAX_INLINE_ITERATION_S or self._delay([queued], 0.0):
             return False
-        return self.compute_thread.try_run_inline(self._iterate)
+        return self.compute_thread.try_run_inline(partial(self._iterate, _settle_all))
 
     def _post_iteration(self) -> None:
         def wait_and_iterate() -> None:
@@ -253,8 +253,12 @@ class Engine:
             self._arrived.clear()
         _deliver_results([(queued, error) for queued in left])
 
-    def _iterate(self) -> None:
-        """Compute one iteration, and post the next one if requests are left."""
+    def _iterate(self, deliver: Callable[[Sequence[_Result]], None] | None = None) -> None:
+        """Compute one iteration, and post the next one if requests are left.
+
+        Args:
+            deliver: takes the results; None where this is not the loop that waits for them.
+        """
         with self._lock:
             for queued in self._arrived:
                 self._queue[queued.number] = queued
@@ -266,7 +270,7 @@ class Engine:
         with self._lock:
             self._remove([queued for queued, _ in results])
             self._running = running = bool(self._queue or self._arrived)
-        _deliver_results(results)
+        (deliver or _deliver_results)(results)
         if running:
             self._post_iteration()
 

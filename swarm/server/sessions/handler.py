@@ -396,7 +396,7 @@ class MessageHandler:
             raise ServerClosing("this server is leaving; use another one")
 
 
-async def _notify(client: Stream, notice: RemoteError) -> None:
+async def _notify(client: ReplyStream, notice: RemoteError) -> None:
     with suppress(PeerLost, TimeoutError):
         async with asyncio.timeout(NOTICE_TIMEOUT_S):
             await client.send(messages.refusal(notice))

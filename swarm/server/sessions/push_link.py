@@ -89,8 +89,8 @@ class PushLink:
                     await self._connected.wait()
             if self._stream is None or self._broken:
                 return False
-            async with asyncio.timeout(PUSH_TIMEOUT_S + len(payload) / MIN_BYTES_PER_S):
-                await self._stream.send(messages.PushRequest(self._client, self._session_id, step), payload)
+            request = messages.PushRequest(self._client, self._session_id, step)
+            await self._stream.send(request, payload, PUSH_TIMEOUT_S + len(payload) / MIN_BYTES_PER_S)
         except (TimeoutError, RemoteError) as error:
             logger.debug("pushing to …%s failed: %r", self._peer_id[-6:], error)
             self._broken = True

@@ -88,9 +88,8 @@ class ReplyStream:
     async def _send(self, message: Message, payload: bytes | memoryview) -> None:
         self._require_open()
         try:
-            async with asyncio.timeout(PUSH_TIMEOUT_S + len(payload) / MIN_BYTES_PER_S):
-                await self._stream.send(message, payload)
-        except TimeoutError:
+            await self._stream.send(message, payload, PUSH_TIMEOUT_S + len(payload) / MIN_BYTES_PER_S)
+        except PeerTimeout:
             self.abort()
             self._require_open()
 

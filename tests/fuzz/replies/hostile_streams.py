@@ -128,10 +128,10 @@ class HostileStream:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
 
-    async def send(self, message: Message, payload: Bytes = b"") -> None:
+    async def send(self, message: Message, payload: Bytes = b"", timeout_s: float | None = None) -> None:
         lie = self._mischief.lie(self.peer_id, message, payload)
         if lie is None:
-            await self._stream.send(message, payload)
+            await self._stream.send(message, payload, timeout_s)
             return
         for utterance in lie.utterances:
             await self._utter(utterance)

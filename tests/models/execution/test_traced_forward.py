@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from swarm.data_structures import Span, StepLayout
+from swarm.models.execution.fewer_calls import with_fewer_calls
 from swarm.models.execution.session_cache import SessionCache, advance_steps
 from swarm.models.execution.span_model import SpanModel
-from swarm.models.execution.traced_forward import flat_forward
+from swarm.models.execution.traced_forward import divide, flat_forward, trace_span
 from swarm.models.weights.frozen_linear import prepack
 from tests.models.execution.test_session_cache import HIDDEN, close, load, slow
 
@@ -74,3 +75,12 @@ def test_products_of_prepacked_weights_stay_calls(tmp_path_factory, monkeypatch)
     monkeypatch.setattr("swarm.models.weights.frozen_linear.MIN_FP32_WEIGHTS", 0)
     prepack(model.module)
     close(outputs(flat_of(model), [[3], [2, 2]], 3), expected)
+
+
+@pytest.mark.parametrize(("family", "saved"), [("llama", 6), ("gemma2", 6), ("gpt_oss", 0)])
+def test_fewer_calls_compute_the_same_bits(family, saved, tmp_path_factory):
+    model = load(family, tmp_path_factory)
+    fewer, all_calls = with_fewer_calls(trace_span(model)), trace_span(model)
+    many = model.with_strategy(replace(model.strategy, flat=divide(all_calls, len(model.layers))))
+    assert outputs(flat_of(model), [[3], [2, 1]], 3).equal(outputs(many, [[3], [2, 1]], 3))
+    assert len(fewer.graph.nodes) <= len(all_calls.graph.nodes) - saved * len(model.layers)
