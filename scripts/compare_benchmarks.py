@@ -15,12 +15,13 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from benchmarks.common.report import Figure, interval, median, show
-from benchmarks.common.tables import table
+from benchmarks.common.report import Figure, interval
+from benchmarks.common.tables import show, table
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from typing import Any, Literal
 import psutil
 
 from benchmarks.common import machine
-from benchmarks.common.tables import table
+from benchmarks.common.tables import show, spread, table
 from swarm.common.machine import ProcessorUse
 
 CONFIDENCE = 0.9
@@ -63,11 +63,9 @@ class Figure:
     @property
     def is_certain(self) -> bool:
         low, high = interval(self.values)
-        return confidence(len(self.values), 0) >= CONFIDENCE and high - low <= NARROW * abs(median(self.values))
-
-
-def median(values: Sequence[float]) -> float:
-    return float(statistics.median(values))
+        return confidence(len(self.values), 0) >= CONFIDENCE and high - low <= NARROW * abs(
+            statistics.median(self.values)
+        )
 
 
 def confidence(count: int, cut: int) -> float:
@@ -84,19 +82,6 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
     while 2 * (cut + 1) < len(ranked) and confidence(len(ranked), cut + 1) >= CONFIDENCE:
         cut += 1
     return ranked[cut], ranked[-1 - cut]
-
-
-def show(value: float) -> str:
-    """With three significant digits, and all of those before the point."""
-    digits = 2 - math.floor(math.log10(abs(value))) if value else 0
-    return f"{value:.{min(max(digits, 0), 4)}f}"
-
-
-def spread(values: Sequence[float]) -> str:
-    """The median and the range."""
-    return (
-        f"{show(median(values))} ({show(min(values))} to {show(max(values))})" if len(values) > 1 else show(values[0])
-    )
 
 
 def report_parser(doc: str | None, repeats: int = 5) -> argparse.ArgumentParser:
@@ -194,7 +179,7 @@ class Report:
     def _doubts(self) -> Iterator[str]:
         """How far the figures can be trusted."""
         yield ", ".join(f"{name} {value}" for name, value in machine.describe().items())
-        yield f"other programs and machines used {100 * median(self._others):.0f} % of the processors"
+        yield f"other programs and machines used {100 * statistics.median(self._others):.0f} % of the processors"
         yield f"{LOOP:,} additions in Python took {spread(self._loops)} ms"
         for figure in self.figures:
             if figure.decides and not figure.is_certain:

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence
 
 
-def spread(values: Sequence[float], digits: int = 2) -> str:
-    """Format the median and the range."""
-    return f"{statistics.median(values):.{digits}f} ({min(values):.{digits}f} to {max(values):.{digits}f})"
+def show(value: float, digits: int | None = None) -> str:
+    """Format with so many digits behind the point; None for three significant ones, and all before the point."""
+    if digits is None:
+        digits = min(max(2 - math.floor(math.log10(abs(value))), 0), 4) if value else 0
+    return f"{value:.{digits}f}"
+
+
+def spread(values: Sequence[float], digits: int | None = None) -> str:
+    """Format the median and the range; a single value alone."""
+    middle, low, high = (show(one, digits) for one in (statistics.median(values), min(values), max(values)))
+    return f"{middle} ({low} to {high})" if len(values) > 1 else middle
 
 
 def times(values: Sequence[float], others: Sequence[float]) -> str:

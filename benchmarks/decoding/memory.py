@@ -35,7 +35,8 @@ import psutil
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from benchmarks.common.report import Report, report_parser, spread
+from benchmarks.common.report import Report, report_parser
+from benchmarks.common.tables import spread
 from benchmarks.decoding.lanes import seconds_per_token
 from swarm import Ring
 from swarm.common.dtypes import HIDDEN_DTYPES

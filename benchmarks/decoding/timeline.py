@@ -3,8 +3,8 @@
     python -m benchmarks.decoding.timeline [--shape tiny] [--servers 3] [--tokens 200] [--picture FILE]
     python -m benchmarks.decoding.timeline --server FILE [arguments of swarm server]    a server that notes its moments
 
-All processes read one clock. A moment is when a function begins or ends (`MOMENTS`); the table has the median over all
-tokens of the time from the client's request to each moment, and from the moment before.
+All processes read one clock. A moment is when a function begins or ends (`SERVER`, `CLIENT`); the table has the median
+over all tokens of the time from the client's request to each moment, and from the moment before.
 """
 
 from __future__ import annotations

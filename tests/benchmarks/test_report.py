@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.common.report import CONFIDENCE, Figure, Report, confidence, interval, report_parser, show
+from benchmarks.common.report import CONFIDENCE, Figure, Report, confidence, interval, report_parser
+from benchmarks.common.tables import show
 from scripts.compare_benchmarks import Change, changes
 
 VALUES = st.lists(st.floats(0.1, 1e6), min_size=1, max_size=40)

@@ -8,12 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch.nn import functional
 
-from swarm.models.attention.multi_session_attention import AttentionExtras, ExpandKV, PackedBatch, PackedMask
+from swarm.models.attention.multi_session_attention import (
+    AttentionExtras,
+    AttentionSite,
+    ExpandKV,
+    PackedBatch,
+    PackedMask,
+)
 from swarm.models.attention.sequence_states import StagedStates, StateBatch
 
 MIN_GROWTH_POSITIONS = 64
@@ -156,32 +161,29 @@ class ContiguousBatch(PackedBatch):
         self._written: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._masks: dict[tuple[int, int], torch.Tensor | None] = {}
 
-    def attend_new(
+    def attend_at(
         self,
-        layer: int,
-        module: Any,
+        site: AttentionSite,
         query_NH1D: torch.Tensor,
         keys_NK1D: torch.Tensor,
         values_NK1D: torch.Tensor,
+        sinks: torch.Tensor | None,
         width: int,
-        mask: PackedMask,
-        scale: float | None,
-        extra: AttentionExtras,
     ) -> torch.Tensor:
         """As for any batch, with a third of the calls for what is most frequent: a token of each sequence of a session,
         all at the same position."""
         segment = self._all
-        if segment is None or not extra.plain or hasattr(module, "expand_kv"):
-            return super().attend_new(layer, module, query_NH1D, keys_NK1D, values_NK1D, width, mask, scale, extra)
+        if segment is None or site.softcap is not None or sinks is not None or hasattr(site.module, "expand_kv"):
+            return super().attend_at(site, query_NH1D, keys_NK1D, values_NK1D, sinks, width)
         end = segment.end
-        keys, values = segment.store.layer_storage(layer, end, keys_NK1D, values_NK1D)
+        keys, values = segment.store.layer_storage(site.layer, end, keys_NK1D, values_NK1D)
         keys[:, :, end - 1 : end], values[:, :, end - 1 : end] = keys_NK1D, values_NK1D
         keys, values = keys[:, :, :end], values[:, :, :end]
         self._stored_keys, self._written = keys_NK1D, [(keys, values)]
-        seen = self._mask(0, segment, mask)
-        query = query_NH1D.reshape(segment.sequences, keys.shape[1], -1, query_NH1D.shape[-1])
+        seen = self._mask(0, segment, site.mask)
         seen = seen.unsqueeze(1) if seen is not None else None
-        out = functional.scaled_dot_product_attention(query, keys, values, attn_mask=seen, scale=scale)
+        query = query_NH1D.reshape(segment.sequences, keys.shape[1], -1, query_NH1D.shape[-1])
+        out = functional.scaled_dot_product_attention(query, keys, values, attn_mask=seen, scale=site.scale)
         return out.reshape(segment.sequences, 1, -1, width)
 
     def write_kv(self, layer: int, keys_NH1D: torch.Tensor, values_NH1D: torch.Tensor) -> None:

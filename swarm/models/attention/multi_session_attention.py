@@ -113,21 +113,19 @@ class PackedBatch(StatefulCache):
             raise PackingUnsupported("the layers change keys before attention, or share them between layers")
         return self.compute_attention(query_NH1D, expand, width, mask, scale, extra)
 
-    def attend_new(
+    def attend_at(
         self,
-        layer: int,
-        module: Any,
+        site: AttentionSite,
         query_NH1D: torch.Tensor,
         keys_NK1D: torch.Tensor,
         values_NK1D: torch.Tensor,
+        sinks: torch.Tensor | None,
         width: int,
-        mask: PackedMask,
-        scale: float | None,
-        extra: AttentionExtras,
     ) -> torch.Tensor:
-        """`update` and `attend` at once, for single tokens."""
-        self.update(keys_NK1D, values_NK1D, layer)
-        return self.attend(module, query_NH1D, keys_NK1D, width, mask, scale, extra)
+        """`update` and `attend` at once."""
+        self.update(keys_NK1D, values_NK1D, site.layer)
+        extra = AttentionExtras(site.softcap, sinks)
+        return self.attend(site.module, query_NH1D, keys_NK1D, width, site.mask, site.scale, extra)
 
     def finish(self, may_lack_keys: bool = False) -> None:
         """End a forward. Raises `PackingUnsupported` if a layer did not call this attention.
@@ -206,6 +204,23 @@ class AttentionExtras:
     @property
     def plain(self) -> bool:
         return self.softcap is None and self.sinks is None
+
+
+@dataclass(frozen=True)
+class AttentionSite:
+    """One layer's cache and attention, as the family's code called them while it was traced."""
+
+    module: Any
+    layer: int
+    mask: PackedMask
+    scale: float | None
+    softcap: float | None
+
+    def attend(
+        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, sinks: torch.Tensor | None, width: int
+    ) -> torch.Tensor:
+        """Attention of the batch that this thread computes, for single tokens; see `PackedBatch.attend`."""
+        return active_batch().attend_at(self, query, keys, values, sinks, width)
 
 
 _active = threading.local()

@@ -23,9 +23,9 @@ from torch import fx, nn
 from swarm.models.attention.multi_session_attention import (
     ActiveBatch,
     AttentionExtras,
+    AttentionSite,
     PackedBatch,
     PackedMask,
-    active_batch,
 )
 from swarm.models.execution.fewer_calls import with_fewer_calls
 from swarm.models.tracing import NotTraceable, Recorder, Trace, trace
@@ -66,25 +66,6 @@ class FlatForward:
         return FlatForward(self.prelude, self.blocks[start:end])
 
 
-@dataclass(frozen=True)
-class _AttentionSite:
-    """One layer's cache and attention, as the family's code called them."""
-
-    module: Any
-    layer: int
-    mask: PackedMask
-    scale: float | None
-    softcap: float | None
-
-    def attend(
-        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, sinks: torch.Tensor | None, width: int
-    ) -> torch.Tensor:
-        extra = AttentionExtras(self.softcap, sinks)
-        return active_batch().attend_new(
-            self.layer, self.module, query, keys, values, width, self.mask, self.scale, extra
-        )
-
-
 class _TracingBatch(PackedBatch):
     """Stands for a batch while the forward is traced: writes down how each attention was called."""
 
@@ -111,7 +92,7 @@ class _TracingBatch(PackedBatch):
         extra: AttentionExtras,
     ) -> torch.Tensor:
         assert self._new_kv is not None
-        site = _AttentionSite(module, self._layer, mask, scale, extra.softcap)
+        site = AttentionSite(module, self._layer, mask, scale, extra.softcap)
         inputs = (query_NH1D, *self._new_kv, extra.sinks, width)
         return self._recorder.call(site.attend, _shape_of_attention, *inputs)
 
