@@ -1,6 +1,6 @@
 """Texts over servers that are far apart: what speculative decoding gains, and how near that is to what is possible.
 
-    python -m benchmarks.wide_area [--servers 4] [--delay 0.05] [--right 0,0.5,0.8,0.95,1] [--tokens 200] [--repeats 3]
+    python -m benchmarks.wide_area [--servers 4] [--delay 0.05] [--right 0,0.5,0.8,0.95,1] [--tokens 200]
     python -m benchmarks.wide_area --profile benchmarks/wide_area/profiles/*.json [--right 0.8]
 
 A planted draft is right with a probability, and does not know when. The bound is what a text could have if a wrong
@@ -14,39 +14,40 @@ local model's.
 
 from __future__ import annotations
 
-import argparse
-import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.common import machine
+from benchmarks.common.report import Report, report_parser
 from benchmarks.common.shapes import split_blocks
 from benchmarks.common.slow_network import slow_network
-from benchmarks.common.tables import spread, table
 from benchmarks.wide_area.planted_texts import DEMO_BLOCKS, PlantedTexts, over_profile
 from benchmarks.wide_area.virtual import Chain, generate, planted
 from swarm.client.routes.events import GuessVerified
 from swarm.models.checkpoints.checkpoint import DEMO_FOLDER
 from swarm.transport.p2p import quiet_hivemind
 
-HEADING = ("draft is right", "tokens/s", "times plain", "of the bound", "guesses that stood")
 
-
-def on_virtual_clock(chain: Chain, rights: Sequence[float], tokens: int, repeats: int) -> str:
-    """A table for servers on a virtual clock."""
+def on_virtual_clock(report: Report, chain: Chain, rights: Sequence[float], tokens: int, repeats: int) -> None:
+    """Measure servers on a virtual clock."""
+    where = f"virtual clock, {chain.servers} servers, {1000 * chain.delay_s:g} ms"
     plain = generate(chain, tokens, lambda swarm: []).rate
-    rows = [("no draft", f"{plain:.2f}", "1.00", f"{plain * chain.round_s:.2f}", "")]
+    report.add("tokens/s", plain, "more", where=f"{where}, no draft")
+    report.add("of the bound", plain * chain.round_s, "more", where=f"{where}, no draft")
     for right in rights:
-        found = [planted(chain, right, tokens, seed) for seed in range(repeats)]
-        rates = [one.rate for one in found]
-        bounds = [one.rate / chain.bound(one.stood) for one in found]
-        stood = statistics.mean(one.stood for one in found)
-        times = spread([rate / plain for rate in rates])
-        rows.append((f"{right:g}", spread(rates), times, spread(bounds), f"{stood:.2f}"))
-    return table(HEADING, rows)
+        for seed in range(repeats):
+            found = planted(chain, right, tokens, seed)
+            bound = chain.bound(found.stood)
+            _add_guessed(report, f"{where}, right with {right:g}", found.rate, plain, bound, found.stood)
+
+
+def _add_guessed(report: Report, where: str, rate: float, plain: float, bound: float, stood: float) -> None:
+    report.add("tokens/s", rate, "more", where=where)
+    report.add("times plain", rate / plain, "more", where=where)
+    report.add("of the bound", rate / bound, "more", where=where)
+    report.add("guesses that stood", stood, where=where)
 
 
 class _Outcomes:
@@ -61,29 +62,26 @@ class _Outcomes:
             self.stood += event.stands
 
 
-def over_libp2p(servers: int, delay: float, rights: Sequence[float], tokens: int, repeats: int) -> str:
-    """A table for processes on this machine. Draws the lots anew in each repeat; plain texts take turns with others."""
-    rates: dict[float | None, list[float]] = {right: [] for right in (None, *rights, 1.0)}
-    outcomes = {right: _Outcomes() for right in rates}
+def over_libp2p(report: Report, servers: int, delay: float, rights: Sequence[float], tokens: int) -> None:
+    """Measure processes on this machine. Draws the lots anew in each round; plain texts take turns with others."""
+    where = f"libp2p, {servers} servers, {1000 * delay:g} ms"
     with slow_network(DEMO_FOLDER, split_blocks(DEMO_BLOCKS, servers), delay) as model:
         texts = PlantedTexts(model, tokens)
-        texts.write(1.0, 0, outcomes[1.0])  # warms up
-        for seed in range(repeats):
-            for right, found in rates.items():
-                found.append(texts.write(right, seed, outcomes[right]))
-    plain = rates[None]
-    fastest = max(rates[1.0])
-    rows = [("no draft", spread(plain), "1.00", spread([rate * (servers + 1) * delay for rate in plain]), "")]
-    for right in rights:
-        found, share = rates[right], outcomes[right].stood / max(1, outcomes[right].verified)
-        bounds = [rate * ((1 - share) / one + share / fastest) for rate, one in zip(found, plain, strict=True)]
-        times = spread([rate / one for rate, one in zip(found, plain, strict=True)])
-        rows.append((f"{right:g}", spread(found), times, spread(bounds), f"{share:.2f}"))
-    return table(HEADING, rows)
+        texts.write(1.0, 0, _Outcomes())  # warms up
+        for seed in report.rounds(where):
+            plain, fastest = (texts.write(right, seed, _Outcomes()) for right in (None, 1.0))
+            report.add("tokens/s", plain, "more", decides=True, where=f"{where}, no draft")
+            report.add("of the bound", plain * (servers + 1) * delay, "more", where=f"{where}, no draft")
+            for right in rights:
+                outcomes = _Outcomes()
+                rate = texts.write(right, seed, outcomes) if right < 1 else fastest
+                share = outcomes.stood / max(1, outcomes.verified) if right < 1 else 1.0
+                bound = 1 / ((1 - share) / plain + share / fastest)
+                _add_guessed(report, f"{where}, right with {right:g}", rate, plain, bound, share)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = report_parser(__doc__, repeats=3)
     parser.add_argument("--servers", type=int, default=4)
     parser.add_argument("--delay", type=float, default=0.05, help="seconds one way between any two machines")
     parser.add_argument(
@@ -91,22 +89,17 @@ def main() -> None:
     )
     parser.add_argument("--profile", type=Path, nargs="+", default=[], help="measure over these links alone")
     parser.add_argument("--tokens", type=int, default=200)
-    parser.add_argument("--repeats", type=int, default=3)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     quiet_hivemind()
     rights, servers, delay = arguments.right, arguments.servers, arguments.delay
-    print(", ".join(machine.describe().values()))
-    for path in arguments.profile:
-        for right in rights:
-            print(f"\nThe demo model over the links of {path.stem}, with a draft that is right with {right:g}:\n")
-            print(over_profile(path, right, arguments.tokens, arguments.repeats), flush=True)
-    if arguments.profile:
-        return
-    print(f"\nOn a virtual clock, {servers} servers, {1000 * delay:g} ms:\n")
-    print(on_virtual_clock(Chain(servers, delay), rights, 5 * arguments.tokens, 5 * arguments.repeats))
-    print(f"\nThe demo model over libp2p, {servers} servers, {1000 * delay:g} ms:\n")
-    print(over_libp2p(servers, delay, rights, arguments.tokens, arguments.repeats))
+    with Report(arguments) as report:
+        for path in arguments.profile:
+            for right in rights:
+                over_profile(report, path, right, arguments.tokens)
+        if not arguments.profile:
+            on_virtual_clock(report, Chain(servers, delay), rights, 5 * arguments.tokens, 5 * arguments.repeats)
+            over_libp2p(report, servers, delay, rights, arguments.tokens)
 
 
 if __name__ == "__main__":

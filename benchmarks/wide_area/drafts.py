@@ -1,6 +1,6 @@
 """What each draft is worth on three kinds of text, over servers that are far apart.
 
-    python -m benchmarks.wide_area.drafts --text TEXTS [--model FOLDER] [--own] [--tokens 96] [--repeats 3]
+    python -m benchmarks.wide_area.drafts --text TEXTS [--model FOLDER] [--own] [--tokens 96]
 
 A draft head is trained over the swarm, and a small model here, both on the texts or, with --own, on texts that the
 model writes. Prompts come from the texts' end, which neither has seen. "Novel" continues them, sampled; "list" goes on
@@ -10,21 +10,18 @@ drafts together, each guess is chosen by what earlier ones were worth. A text is
 
 from __future__ import annotations
 
-import argparse
-import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 
-from benchmarks.common import machine
+from benchmarks.common.report import Report, report_parser
 from benchmarks.common.shapes import split_blocks
 from benchmarks.common.slow_network import slow_network
-from benchmarks.common.tables import spread, table
 from swarm.client.routes.events import GuessVerified
 from swarm.models.checkpoints.checkpoint import DEMO_FOLDER
 from swarm.models.checkpoints.partial_loading import load_local_model
@@ -115,39 +112,35 @@ class Guesses(Counter[bool]):
 
 
 def measure(
-    model: Any, kinds: dict[str, list[torch.Tensor]], drafts: dict[str, Any], tokens: int, say: Callable[[str], object]
-) -> str:
-    """A table of all drafts for all kinds of text."""
-    rows = []
-    for kind, found in kinds.items():
-        settings: dict[str, Any] = {"max_new_tokens": tokens, "min_new_tokens": tokens, "pad_token_id": 0}
-        settings |= {"do_sample": True, "temperature": TEMPERATURE, "top_k": 0} if kind == "novel" else {}
-        rates, guesses = {name: list[float]() for name in drafts}, {name: Guesses() for name in drafts}
-        for number, prompt_1T in enumerate(found):
-            texts = []
-            for name, draft in drafts.items():
-                with model.inference_session(max_length=prompt_1T.shape[1] + tokens, listener=guesses[name]):
-                    model.generate(prompt_1T, max_new_tokens=1, do_sample=False)
-                    torch.manual_seed(number)
-                    began = time.perf_counter()
-                    texts.append(model.generate(prompt_1T, draft=draft, **settings))
-                    rates[name].append(tokens / (time.perf_counter() - began))
-            if any(not one.equal(texts[0]) for one in texts):
-                raise SystemExit(f"the texts of kind {kind} differ between drafts")
-            say(f"{kind}, {number + 1} of {len(found)}")
-        plain = rates["none"]
-        for name in drafts:
-            stood, all_ = guesses[name][True], sum(guesses[name].values())
-            times = [rate / one for rate, one in zip(rates[name], plain, strict=True)]
-            accepted = f"{stood / all_:.2f} of {all_}" if all_ else ""
-            rows.append((kind, name, accepted, spread(rates[name]), spread(times)))
-        single = max(statistics.mean(rates[name]) for name in drafts if name != "all")
-        rows.append((kind, "all against the best", "", "", f"{statistics.mean(rates['all']) / single:.2f}"))
-    return table(("text", "draft", "guesses that stood", "tokens/s", "times plain"), rows)
+    report: Report, model: Any, kind: str, found: Sequence[torch.Tensor], drafts: dict[str, Any], tokens: int
+) -> None:
+    """Measure all drafts for one kind of text, with the next prompt in each round."""
+    settings: dict[str, Any] = {"max_new_tokens": tokens, "min_new_tokens": tokens, "pad_token_id": 0}
+    settings |= {"do_sample": True, "temperature": TEMPERATURE, "top_k": 0} if kind == "novel" else {}
+    for number in report.rounds(kind):
+        prompt_1T = found[number % len(found)]
+        rates, texts = dict[str, float](), []
+        for name, draft in drafts.items():
+            guesses = Guesses()
+            with model.inference_session(max_length=prompt_1T.shape[1] + tokens, listener=guesses):
+                model.generate(prompt_1T, max_new_tokens=1, do_sample=False)
+                torch.manual_seed(number)
+                began = time.perf_counter()
+                texts.append(model.generate(prompt_1T, draft=draft, **settings))
+                rates[name] = tokens / (time.perf_counter() - began)
+            where = f"{kind}, {name}"
+            report.add("tokens/s", rates[name], "more", where=where)
+            if draft is not None:
+                report.add("times plain", rates[name] / rates["none"], "more", decides=True, where=where)
+                report.add("guesses that stood", guesses[True] / max(1, guesses.total()), "more", where=where)
+        if any(not one.equal(texts[0]) for one in texts):
+            raise SystemExit(f"the texts of kind {kind} differ between drafts")
+        single = max(rate for name, rate in rates.items() if name != "all")
+        report.add("all drafts against the round's best", rates["all"] / single, "more")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = report_parser(__doc__, repeats=3)
     parser.add_argument("--model", type=Path, default=DEMO_FOLDER)
     parser.add_argument("--text", type=Path, nargs="+", required=True)
     parser.add_argument("--own", action="store_true", help="train on what the model writes, not on the texts")
@@ -157,11 +150,9 @@ def main() -> None:
     parser.add_argument("--servers", type=int, default=4)
     parser.add_argument("--delay", type=float, default=0.05, help="seconds one way between any two machines")
     parser.add_argument("--tokens", type=int, default=96)
-    parser.add_argument("--repeats", type=int, default=3)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     quiet_hivemind()
-    print(", ".join(machine.describe().values()))
     tokenizer, local = load_tokenizer(arguments.model), load_local_model(arguments.model).requires_grad_(False)
     texts = [path.read_text() for path in arguments.text]
     train, passes = arguments.train_tokens, arguments.passes
@@ -183,8 +174,9 @@ def main() -> None:
                 model.save_draft(arguments.draft_head)
         drafts = {"none": None, "copies": "copies", "small model": small, "head": "head"}
         drafts["all"] = ["copies", "head", small]
-        kinds = prompts(tokenizer, texts, arguments.repeats)
-        print(measure(model, kinds, drafts, arguments.tokens, lambda line: print(line, flush=True)))
+        with Report(arguments) as report:
+            for kind, found in prompts(tokenizer, texts, arguments.repeats).items():
+                measure(report, model, kind, found, drafts, arguments.tokens)
 
 
 if __name__ == "__main__":

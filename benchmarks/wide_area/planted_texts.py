@@ -12,9 +12,9 @@ from unittest import mock
 import torch
 
 from benchmarks.common.links import Profile
+from benchmarks.common.report import Report
 from benchmarks.common.shapes import split_blocks
 from benchmarks.common.slow_network import slow_network
-from benchmarks.common.tables import spread, table, times
 from benchmarks.wide_area.planted import PlantedDraft
 from swarm.client.routes.events import HopLost, PeerAvoided
 from swarm.client.speculation.guess_policy import GuessPolicy
@@ -82,22 +82,28 @@ class _Trouble:
             self.avoided.append(event.reason)
 
 
-def over_profile(path: Path, right: float, tokens: int, repeats: int) -> str:
-    """A table for the links of a profile: without a draft, with guesses in blocks, and with guesses that stream."""
+def over_profile(report: Report, path: Path, right: float, tokens: int) -> None:
+    """Measure texts over the links of a profile: without a draft, with guesses in blocks, and with guesses that stream.
+
+    Args:
+        right: how often the draft is.
+    """
     profile = Profile.read(path)
     ways: dict[str, tuple[float | None, bool]] = {
         "plain": (None, False),
         "in blocks": (right, True),
         "streaming": (right, False),
     }
-    rates, trouble = {way: list[float]() for way in ways}, {way: _Trouble() for way in ways}
+    trouble = {way: _Trouble() for way in ways}
     with slow_network(DEMO_FOLDER, split_blocks(DEMO_BLOCKS, len(profile.machines) - 1), path.resolve()) as model:
         texts = PlantedTexts(model, tokens)
-        for seed in range(repeats):
-            for way, (draft, in_blocks) in ways.items():
-                rates[way].append(texts.write(draft, seed, trouble[way], in_blocks))
-    rows = []
-    for way in ways:
-        lost, avoided = (", ".join(one) or "none" for one in (trouble[way].lost, trouble[way].avoided))
-        rows.append((profile.name, way, spread(rates[way]), times(rates[way], rates["plain"]), lost, avoided))
-    return table(("profile", "guesses", "tokens/s", "times plain", "servers replaced", "kept out of routes"), rows)
+        for seed in report.rounds(f"{profile.name}, right with {right:g}"):
+            rates = {way: texts.write(draft, seed, trouble[way], in_blocks) for way, (draft, in_blocks) in ways.items()}
+            for way, rate in rates.items():
+                report.add(f"{way}, tokens/s", rate, "more")
+                if way != "plain":
+                    report.add(f"{way}, times plain", rate / rates["plain"], "more", decides=True)
+    for way, found in trouble.items():
+        if found.lost or found.avoided:
+            lost, avoided = (", ".join(reasons) or "none" for reasons in (found.lost, found.avoided))
+            report.note(f"{profile.name}, {way}: servers replaced: {lost}; kept out of routes: {avoided}")

@@ -1,7 +1,7 @@
 """What a conversation costs whose turns begin with all that was said before, through a gateway with two keys.
 
     python -m benchmarks.wide_area.prefixes [--shape small] [--servers 4] [--delay 0.05] [--turns 6] [--tokens 4000]
-        [--answer 16] [--repeats 3] [--strangers 20]
+        [--answer 16] [--strangers 20]
 
 Each turn of a conversation brings new words, and all that was said before; at the last one, prompt and answer have
 `--tokens` tokens. The time to the first token is compared with that of a conversation that has only the new words, and
@@ -15,7 +15,6 @@ The model has random weights, and each of its tokens is a word, so that answers 
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import statistics
@@ -32,11 +31,11 @@ import httpx
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from benchmarks.common import machine
 from benchmarks.common.delayed import DelayedPeer, Network
+from benchmarks.common.report import Report, report_parser
 from benchmarks.common.shapes import SHAPES, make_model, split_blocks
 from benchmarks.common.slow_network import slow_servers
-from benchmarks.common.tables import spread, table
+from benchmarks.common.tables import spread
 from swarm.cli.local_swarm import PeerProcess
 from swarm.client import connection
 from swarm.gateway.__main__ import main as serve
@@ -152,26 +151,59 @@ def run_gateway(delay: str, *arguments: str) -> None:
     serve(list(arguments))
 
 
+def measure(report: Report, own: Chat, plain: Chat, turns: int, new: int, answer: int, vocabulary: int) -> None:
+    """Measure conversations, such that have only the new words of each turn, and those of a gateway without memory."""
+    source = random.Random(0)
+    for chat in (own, plain):  # warms up
+        conversation(chat, 1, new, answer, source, vocabulary)
+    for number in report.rounds():
+        kept = conversation(own, turns, new, answer, random.Random(1 + number), vocabulary)
+        fresh = [conversation(own, 1, new, answer, source, vocabulary)[0] for _ in range(turns)]
+        without = conversation(plain, turns, new, answer, random.Random(1 + number), vocabulary)
+        if [one.text for one in kept] != [one.text for one in without]:
+            report.note("a text differs from that of the gateway that keeps nothing")
+        for turn, (mine, alone, whole) in enumerate(zip(kept, fresh, without, strict=True), 1):
+            where = f"turn {turn}"
+            report.add("tokens of the prompt", mine.prompt_tokens, where=where)
+            report.add("of these cached", mine.cached_tokens, "more", where=where)
+            report.add("first token, s", mine.first_s, "less", where=where)
+            report.add("times new tokens alone", mine.first_s / alone.first_s, "less", decides=True, where=where)
+            report.add("nothing kept, times that", whole.first_s / mine.first_s, "more", decides=True, where=where)
+
+
+def measure_strangers(report: Report, own: Chat, other: Chat, count: int, new: int, answer: int, size: int) -> None:
+    """Compare how long another key waits for what the first one has asked, and for what is new."""
+    asked: list[Answer] = []
+    unasked: list[Answer] = []
+    for number in range(count):
+        secret, unknown = random.Random(1000 + number), random.Random(2000 + number)
+        conversation(own, 1, new, answer, random.Random(1000 + number), size)
+        both = [(asked, secret), (unasked, unknown)]
+        for answers, text in both if number % 2 else both[::-1]:
+            answers += conversation(other, 1, new, answer, text, size)
+    found = sum(one.cached_tokens for one in (*asked, *unasked))
+    chance = same_distribution([one.first_s for one in asked], [one.first_s for one in unasked])
+    report.note(
+        f"With another key, {count} prompts that were asked before took {spread([one.first_s for one in asked])} s, "
+        f"others {spread([one.first_s for one in unasked])} s; p = {chance:.2f}; {found} tokens were found."
+    )
+
+
 def main() -> None:
     if sys.argv[1:2] == ["--gateway"]:
         return run_gateway(*sys.argv[2:])
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = report_parser(__doc__, repeats=3)
     parser.add_argument("--shape", choices=SHAPES, default="small")
     parser.add_argument("--servers", type=int, default=4)
     parser.add_argument("--delay", type=float, default=0.05, help="seconds one way between any two machines")
     parser.add_argument("--turns", type=int, default=6)
     parser.add_argument("--tokens", type=int, default=4000)
     parser.add_argument("--answer", type=int, default=16)
-    parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--strangers", type=int, default=20)
     arguments = parser.parse_args()
     quiet_hivemind()
     vocabulary = SHAPES[arguments.shape].vocab_size
-    new = arguments.tokens // arguments.turns
-    source = random.Random(0)
-    kept: list[list[Answer]] = []
-    fresh: list[list[Answer]] = []
-    without: list[list[Answer]] = []
+    new, answer = arguments.tokens // arguments.turns, arguments.answer
     with tempfile.TemporaryDirectory() as folder:
         path = make_model(arguments.shape, Path(folder))
         add_tokenizer(path, vocabulary)
@@ -182,59 +214,13 @@ def main() -> None:
             slow_servers(path, spans, arguments.delay, throughput="auto") as address,
             gateway(path, address, arguments.delay, keys) as url,
             gateway(path, address, arguments.delay, keys, "--prefix-memory", "0") as plain_url,
+            Report(arguments) as report,
         ):
-            own, other, plain = (
-                Chat(url, secrets[0], path.name),
-                Chat(url, secrets[1], path.name),
-                Chat(plain_url, secrets[0], path.name),
-            )
-            for chat in (own, plain):  # warms up
-                conversation(chat, 1, new, arguments.answer, source, vocabulary)
-            for repeat in range(arguments.repeats):
-                same = [random.Random(1 + repeat) for _ in range(2)]
-                kept.append(conversation(own, arguments.turns, new, arguments.answer, same[0], vocabulary))
-                fresh.append(
-                    [conversation(own, 1, new, arguments.answer, source, vocabulary)[0] for _ in range(arguments.turns)]
-                )
-                without.append(conversation(plain, arguments.turns, new, arguments.answer, same[1], vocabulary))
-                if [one.text for one in kept[-1]] != [one.text for one in without[-1]]:
-                    print("a text differs from that of the gateway that keeps nothing", file=sys.stderr)
-            asked: list[Answer] = []
-            unasked: list[Answer] = []
-            for number in range(arguments.strangers):
-                secret, unknown = random.Random(1000 + number), random.Random(2000 + number)
-                conversation(own, 1, new, arguments.answer, random.Random(1000 + number), vocabulary)
-                both = [(asked, secret), (unasked, unknown)]
-                for answers, text in both if number % 2 else both[::-1]:
-                    answers += conversation(other, 1, new, arguments.answer, text, vocabulary)
-    print(", ".join(machine.describe().values()))
-    print(
-        f"\n{arguments.servers} servers, {1000 * arguments.delay:g} ms, shape {arguments.shape}, "
-        f"{arguments.turns} turns of {new} tokens, {arguments.repeats} times:\n"
-    )
-    rows = []
-    for turn in range(arguments.turns):
-        mine, news, whole = ([one[turn].first_s for one in some] for some in (kept, fresh, without))
-        rows.append(
-            (
-                f"{turn + 1}",
-                f"{kept[0][turn].prompt_tokens}",
-                f"{min(one[turn].cached_tokens for one in kept)}",
-                *(spread(some) for some in (mine, news, whole)),
-                spread([one / two for one, two in zip(mine, news, strict=True)]),
-                spread([two / one for one, two in zip(mine, whole, strict=True)]),
-            )
-        )
-    heading = ("turn", "prompt", "cached", "first token, s", "new tokens alone", "nothing kept", "times alone", "gain")
-    print(table(heading, rows))
-    if arguments.strangers:
-        found = sum(one.cached_tokens for one in (*asked, *unasked))
-        chance = same_distribution([one.first_s for one in asked], [one.first_s for one in unasked])
-        print(
-            f"\nWith another key, {arguments.strangers} prompts that were asked before took "
-            f"{spread([one.first_s for one in asked])} s, others {spread([one.first_s for one in unasked])} s; "
-            f"p = {chance:.2f}; {found} tokens were found."
-        )
+            own, other = (Chat(url, secret, path.name) for secret in secrets)
+            plain = Chat(plain_url, secrets[0], path.name)
+            measure(report, own, plain, arguments.turns, new, answer, vocabulary)
+            if arguments.strangers:
+                measure_strangers(report, own, other, arguments.strangers, new, answer, vocabulary)
 
 
 if __name__ == "__main__":
