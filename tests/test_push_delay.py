@@ -199,7 +199,7 @@ def test_the_record_of_every_hop_is_complete(whole, local):
         await asyncio.sleep(1)
         with torch.inference_mode():
             hidden_TH = local.model.embed_tokens(torch.tensor([*PROMPT, *tokens[:-1]]))
-        for hop in swarm.chain._hops:
+        for hop in swarm.chain._hops.hops:
             assert hop.progress.replied == TOKENS - 1
             parts = []
             for layout, packed in hop.history.replay(hop.progress.replied):

@@ -158,7 +158,7 @@ def starter(path: Path, dtype: str, partition: str, tokens: int, repeats: int, f
 def running_worker(folder: Path) -> Iterator[tuple[str, int]]:
     """`swarm worker` in an empty folder, without a hub and without a home: its line, and its process id."""
     folder.mkdir(parents=True)
-    command = [sys.executable, "-m", "swarm.cli.worker", "--folder", str(folder)]
+    command = [sys.executable, "-m", "swarm.cli", "worker", "--folder", str(folder)]
     environment = {**os.environ, "HOME": str(folder), "XDG_CACHE_HOME": str(folder / "cache"), "HF_HUB_OFFLINE": "1"}
     environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
     listening = ["--host-maddrs", "/ip4/127.0.0.1/tcp/0"]

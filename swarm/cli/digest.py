@@ -56,7 +56,3 @@ def _part_digests(checkpoint: Checkpoint) -> dict[str, str]:
         )
     with console.progress_bar("Reading", parts.size_bytes(parts.held), "B") as bar:
         return parts.manifests(on_hashed=bar.update).digests
-
-
-if __name__ == "__main__":
-    main(prog_name="python -m swarm.cli.digest")

@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
 
 import click
 
 from swarm.common import console
 from swarm.gateway import api_keys
 
-F = TypeVar("F", bound=Callable[..., Any])
-
 POSITIVE_INT = click.IntRange(1, 2**53)
 
-
-def _file_option(function: F) -> F:
-    return click.option(
-        "--file",
-        "path",
-        required=True,
-        type=click.Path(dir_okay=False, path_type=Path),
-        help="File with the gateway's keys: the value of `swarm gateway --keys`.",
-    )(function)
+_file_option = click.option(
+    "--file",
+    "path",
+    required=True,
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="File with the gateway's keys: the value of `swarm gateway --keys`.",
+)
 
 
 @click.group(name="keys")
@@ -79,7 +73,3 @@ def _limits(limits: api_keys.KeyLimits) -> str:
         "at once": limits.concurrent,
     }
     return ", ".join(f"{number} {what}" for what, number in parts.items() if number is not None) or "no limits"
-
-
-if __name__ == "__main__":
-    main(prog_name="python -m swarm.cli.keys")

@@ -14,7 +14,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from types import TracebackType
 
 from swarm.common.processes import bound_command
 from swarm.errors import SwarmError
@@ -187,7 +186,5 @@ class LocalSwarm:
             process.wait(max(0.1, deadline - time.monotonic()))
         self._temporary.cleanup()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.stop()

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING
 
 import click
 
@@ -16,23 +15,19 @@ from swarm.errors import MembershipError
 if TYPE_CHECKING:
     from swarm.membership.authority import Authority
 
-F = TypeVar("F", bound=Callable[..., Any])
-
 FILE_VARIABLE = "SWARM_MEMBERS_FILE"
 DEFAULT_FILE = Path("~/.config/swarm/members.json")
 
-
-def _file_option(function: F) -> F:
-    return click.option(
-        "--file",
-        "path",
-        default=DEFAULT_FILE,
-        show_default=True,
-        envvar=FILE_VARIABLE,
-        type=click.Path(dir_okay=False, path_type=Path),
-        callback=lambda context, parameter, value: value.expanduser(),
-        help=f"File with the authority's secret key. {FILE_VARIABLE} stands in for it.",
-    )(function)
+_file_option = click.option(
+    "--file",
+    "path",
+    default=DEFAULT_FILE,
+    show_default=True,
+    envvar=FILE_VARIABLE,
+    type=click.Path(dir_okay=False, path_type=Path),
+    callback=lambda context, parameter, value: value.expanduser(),
+    help=f"File with the authority's secret key. {FILE_VARIABLE} stands in for it.",
+)
 
 
 @click.group(name="members")
@@ -151,7 +146,3 @@ def _publish(authority: Authority, initial_peers: tuple[str, ...]) -> None:
         raise MembershipError("no peer took the list of revocations: try again, or with another --initial-peers")
     told = "1 peer, which tells" if reached == 1 else f"{reached} peers, which tell"
     click.echo(f"Told {told} the others.", err=True)
-
-
-if __name__ == "__main__":
-    main(prog_name="python -m swarm.cli.members")

@@ -73,9 +73,10 @@ def _model_size(description: GroupDescription) -> ModelSize:
     model = description.model
     if isinstance(model, ModelDescription):
         return group_description.described_model_size(model, description.dtype)
-    from swarm.planning.live_swarm import open_model  # loads torch, which numbers do without
+    from swarm.models.checkpoints.checkpoint import open_checkpoint  # loads torch, which numbers do without
+    from swarm.planning.live_swarm import model_size
 
-    return open_model(model, description.revision, description.dtype, description.quant)[1]
+    return model_size(open_checkpoint(model, revision=description.revision), description.dtype, description.quant)
 
 
 def _describe_running_swarm(
@@ -87,25 +88,22 @@ def _describe_running_swarm(
     import uvloop
 
     from swarm.membership.invite import read_invite
+    from swarm.models.checkpoints.checkpoint import open_checkpoint
     from swarm.models.weights.quantization import QUANTIZATION_FORMS
-    from swarm.planning.live_swarm import fetch_compatible_servers, open_model
+    from swarm.planning.live_swarm import fetch_compatible_servers, model_size
     from swarm.transport.p2p import P2PConfig, quiet_hivemind
 
     quiet_hivemind()
-    checkpoint, _ = open_model(model, revision)
+    checkpoint = open_checkpoint(model, revision=revision)
     found = uvloop.run(fetch_compatible_servers(checkpoint, P2PConfig(peers, membership=read_invite(membership))))
     for peer, reason in found.excluded.items():
         click.echo(f"Left out of the plan: …{peer[-6:]}, {reason}", err=True)
     form = group_description.common_quantization(found.servers)
-
-    def size_in(form: str) -> ModelSize:
-        return open_model(model, revision, quant=form)[1]
-
-    size = size_in(form)
+    size = model_size(checkpoint, "auto", form)
     held = {}
     for announced in {server.quantization for server in found.servers} & QUANTIZATION_FORMS:
         with suppress(InvalidOption):  # a server says that weights are packed, and this checkpoint's are not
-            held[announced] = size_in(announced)
+            held[announced] = model_size(checkpoint, "auto", announced)
     description = group_description.describe_servers(found.servers, size, model, held)
     return msgspec.structs.replace(description, revision=revision, quant=form), size
 
@@ -133,7 +131,3 @@ def _write(path: Path, content: bytes) -> None:
         path.write_bytes(content)
     except OSError as error:
         raise UsageError(f"{path} cannot be written: {error.strerror}") from None
-
-
-if __name__ == "__main__":
-    main(prog_name="python -m swarm.cli plan")

@@ -38,7 +38,3 @@ def main(identity: Path, new: bool) -> None:
         console.print_line(line(peer, known.served, known.acknowledged, known.worth))
     total = [sum(getattr(one, name) for one in owners.values()) for name in ("served", "acknowledged", "worth")]
     console.print_line(line("in all", *total))
-
-
-if __name__ == "__main__":
-    main(prog_name="python -m swarm.cli.points")

@@ -51,7 +51,3 @@ def verify(file: Path) -> None:
         sys.exit(1)
     compared = "" if report.notes or len(report.statements) < 2 else ", and each was given what the one before it gave"
     console.print_line(f"{len(report.statements)} signatures are right{compared}.")
-
-
-if __name__ == "__main__":
-    main(prog_name="python -m swarm.cli.receipt")

@@ -96,20 +96,26 @@ def main(context: click.Context, /, **given: Any) -> None:
         return
     import torch
 
+    from swarm.cli.ring_progress import RingProgress
     from swarm.ring.starter.handle import Ring
     from swarm.ring.starter.ring_options import write_ring_file
 
     if given["threads"] is not None:
         torch.set_num_threads(given["threads"])
     with ExitStack() as stack:
-        watcher = stack.enter_context(_make_watcher())
+        watcher = stack.enter_context(RingProgress())
         ring = stack.enter_context(Ring.of(options, watcher))
         watcher.close()
         click.echo(f"The ring is complete: {ring.plan}", err=True)
         if given["save"] is not None:
             write_ring_file(given["save"], options)
             click.echo(f"`swarm ring {given['save']}` starts it again.", err=True)
-        _use(ring, given)
+        if given["wants_chat"]:
+            _chat(ring)
+        elif given["gateway"]:
+            _serve_gateway(ring, given)
+        else:
+            _wait(ring)
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
@@ -141,15 +147,6 @@ def _ring_options(given: Mapping[str, Any], host_maddrs: tuple[str, ...]) -> Rin
             raise InvalidOption(f"--workers cannot be given with {given['model']}, which names the workers already")
         return options_of(described, common)
     return RingOptions(model=given["model"], workers=parse_lines(given["workers"]), **common)
-
-
-def _use(ring: Ring, given: Mapping[str, Any]) -> None:
-    if given["wants_chat"]:
-        _chat(ring)
-    elif given["gateway"]:
-        _serve_gateway(ring, given)
-    else:
-        _wait(ring)
 
 
 def _chat(ring: Ring) -> None:
@@ -192,13 +189,3 @@ def _unpair(options: RingOptions) -> None:
 
     for line, is_done in unpair(options).items():
         click.echo(f"{line}: {'another starter may use it now' if is_done else 'not reached'}")
-
-
-def _make_watcher() -> Any:
-    from swarm.cli.ring_progress import RingProgress
-
-    return RingProgress()
-
-
-if __name__ == "__main__":
-    main(prog_name="python -m swarm.cli.ring")

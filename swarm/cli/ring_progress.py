@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import TracebackType
 from typing import Any
 
 import click
@@ -12,13 +11,13 @@ from swarm.common.units import format_bytes
 from swarm.planning import plan_report
 from swarm.planning.device_group import PipelinePlan
 from swarm.planning.plan_report import advise
-from swarm.ring.starter.handle import StartWatcher
+from swarm.ring.starter.life import RingWatcher
 from swarm.ring.starter.ring_plan import RingGroup
 from swarm.ring.starter.worker_link import WorkerLink
 from swarm.ring.worker.device import describe
 
 
-class RingProgress(StartWatcher):
+class RingProgress(RingWatcher):
     """Writes to standard error; bars until `close`, and lines of text also later."""
 
     def __init__(self) -> None:
@@ -73,9 +72,7 @@ class RingProgress(StartWatcher):
     def __enter__(self) -> RingProgress:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
     def _say(self, key: str, what: str, text: str) -> None:

@@ -94,7 +94,3 @@ def _print(view: SwarmView, as_json: bool, clear: bool) -> None:
 
 def _on_terminal() -> bool:
     return sys.stdout.isatty()
-
-
-if __name__ == "__main__":
-    main(prog_name="python -m swarm.cli status")

@@ -63,7 +63,7 @@ def main(
     import uvloop
 
     from swarm.membership.invite import read_invite
-    from swarm.ring.locked_folder import LockedFolder, default_folder
+    from swarm.ring.joining import LockedFolder, default_folder
     from swarm.ring.worker.memory import WorkerMemory
     from swarm.ring.worker.process import WorkerOptions
     from swarm.transport.p2p import quiet_hivemind
@@ -177,7 +177,3 @@ def _status_line(status: WorkerStatus) -> str:
             return f"Serving {blocks}"
         case _:
             return f"Failed: {event.message}"
-
-
-if __name__ == "__main__":
-    main(prog_name="python -m swarm.cli.worker")

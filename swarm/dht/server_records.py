@@ -9,6 +9,7 @@ The record names its model, so that it can be told whether it lies under the key
 
 from __future__ import annotations
 
+from dataclasses import fields
 from itertools import pairwise
 from typing import Annotated, get_args
 
@@ -34,7 +35,7 @@ Name = Annotated[str, msgspec.Meta(max_length=256)]
 Block = Annotated[int, msgspec.Meta(ge=0, le=MAX_MODEL_BLOCKS)]
 Rate = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=3600)]
-Addresses = Annotated[list[Annotated[str, msgspec.Meta(max_length=256)]], msgspec.Meta(max_length=MAX_ADDRESSES)]
+Addresses = Annotated[tuple[Annotated[str, msgspec.Meta(max_length=256)], ...], msgspec.Meta(max_length=MAX_ADDRESSES)]
 Digest = Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{12}\Z")]
 
 
@@ -52,7 +53,7 @@ class ServerRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
     throughput: Annotated[float, msgspec.Meta(gt=0, le=1e9)]
     cache_tokens_free: Annotated[int, msgspec.Meta(ge=0, le=2**48)]
     revision: Name
-    digests: Annotated[list[Digest], msgspec.Meta(max_length=MAX_MODEL_BLOCKS)]
+    digests: Annotated[tuple[Digest, ...], msgspec.Meta(max_length=MAX_MODEL_BLOCKS)]
     compute_dtype: Name
     quantization: Name
     version: Name
@@ -60,22 +61,24 @@ class ServerRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
     forward_throughput: Rate = 0.0
     network_throughput: Rate = 0.0
     queue_delay: Seconds = 0.0
-    round_trips: Annotated[list[tuple[Name, Seconds]], msgspec.Meta(max_length=MAX_ROUND_TRIPS)] = []
+    round_trips: Annotated[tuple[tuple[Name, Seconds], ...], msgspec.Meta(max_length=MAX_ROUND_TRIPS)] = ()
     mobility: Mobility = Mobility.FREE
     relayed: bool = False
-    addresses: Addresses = []
-    lan_addresses: Addresses = []
+    addresses: Addresses = ()
+    lan_addresses: Addresses = ()
     outer_host: Annotated[str, msgspec.Meta(max_length=45)] = ""
     relayed_peers: Annotated[int, msgspec.Meta(ge=0, le=2**16)] = 0
     shares_weights: bool = False
-    adapters: Annotated[list[Name], msgspec.Meta(max_length=MAX_ADAPTERS)] = []
+    adapters: Annotated[tuple[Name, ...], msgspec.Meta(max_length=MAX_ADAPTERS)] = ()
     sparse: bool = False
     perplexity_loss: Annotated[float, msgspec.Meta(ge=-1, le=1e3)] | None = None
-    exit_blocks: Annotated[list[Block], msgspec.Meta(max_length=MAX_MODEL_BLOCKS)] = []
-    exit_confidences: Annotated[list[ExitConfidence], msgspec.Meta(max_length=len(get_args(ExitConfidence)))] = []
+    exit_blocks: Annotated[tuple[Block, ...], msgspec.Meta(max_length=MAX_MODEL_BLOCKS)] = ()
+    exit_confidences: Annotated[tuple[ExitConfidence, ...], msgspec.Meta(max_length=len(get_args(ExitConfidence)))] = ()
 
 
 _decoder = msgspec.msgpack.Decoder(ServerRecord)
+_AS_ANNOUNCED = [one.name for one in fields(ServerInfo) if one.name not in ("span", "whereabouts")]
+"""Fields that record and `ServerInfo` have in common; the others are laid out in several fields of the record."""
 
 
 def model_key(model: str, block: int) -> str:
@@ -105,36 +108,15 @@ def encode_announcement(model: str, info: ServerInfo) -> bytes:
 
 
 def _record(model: str, info: ServerInfo) -> ServerRecord:
+    where = info.whereabouts
     return ServerRecord(
         model=model,
-        peer_id=info.peer_id,
         start=info.span.start,
         end=info.span.end,
-        state=info.state,
-        throughput=info.throughput,
-        cache_tokens_free=info.cache_tokens_free,
-        revision=info.revision,
-        digests=list(info.digests),
-        compute_dtype=info.compute_dtype,
-        quantization=info.quantization,
-        version=info.version,
-        name=info.name,
-        forward_throughput=info.forward_throughput,
-        network_throughput=info.network_throughput,
-        queue_delay=info.queue_delay,
-        round_trips=list(info.round_trips),
-        mobility=info.mobility,
-        relayed=info.relayed,
-        addresses=list(info.whereabouts.addresses[:MAX_ADDRESSES]),
-        lan_addresses=list(info.whereabouts.lan_addresses[:MAX_ADDRESSES]),
-        outer_host=info.whereabouts.outer_host,
-        relayed_peers=info.relayed_peers,
-        shares_weights=info.shares_weights,
-        adapters=list(info.adapters),
-        sparse=info.sparse,
-        perplexity_loss=info.perplexity_loss,
-        exit_blocks=list(info.exit_blocks),
-        exit_confidences=list(info.exit_confidences),
+        addresses=where.addresses[:MAX_ADDRESSES],
+        lan_addresses=where.lan_addresses[:MAX_ADDRESSES],
+        outer_host=where.outer_host,
+        **{name: getattr(info, name) for name in _AS_ANNOUNCED},
     )
 
 
@@ -156,33 +138,9 @@ def decode_announcement(data: bytes) -> tuple[str, ServerInfo]:
         raise ProtocolViolation("an announcement has a loss of perplexity, but is not sparse")
     _require_valid_exits(record)
     _require_valid_addresses(record)
-    return record.model, ServerInfo(
-        peer_id=record.peer_id,
-        span=span,
-        state=record.state,
-        throughput=record.throughput,
-        cache_tokens_free=record.cache_tokens_free,
-        revision=record.revision,
-        digests=tuple(record.digests),
-        compute_dtype=record.compute_dtype,
-        quantization=record.quantization,
-        version=record.version,
-        name=record.name,
-        forward_throughput=record.forward_throughput,
-        network_throughput=record.network_throughput,
-        queue_delay=record.queue_delay,
-        round_trips=tuple(record.round_trips),
-        mobility=record.mobility,
-        relayed=record.relayed,
-        whereabouts=Whereabouts(tuple(record.addresses), tuple(record.lan_addresses), record.outer_host),
-        relayed_peers=record.relayed_peers,
-        shares_weights=record.shares_weights,
-        adapters=tuple(record.adapters),
-        sparse=record.sparse,
-        perplexity_loss=record.perplexity_loss,
-        exit_blocks=tuple(record.exit_blocks),
-        exit_confidences=tuple(record.exit_confidences),
-    )
+    where = Whereabouts(record.addresses, record.lan_addresses, record.outer_host)
+    same = {name: getattr(record, name) for name in _AS_ANNOUNCED}
+    return record.model, ServerInfo(span=span, whereabouts=where, **same)
 
 
 def _require_valid_addresses(record: ServerRecord) -> None:

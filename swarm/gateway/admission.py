@@ -150,10 +150,9 @@ class FairQueue(Generic[T]):
 
     def __init__(self) -> None:
         self._queues: OrderedDict[str | None, deque[T]] = OrderedDict()
-        self._count = 0
 
     def __len__(self) -> int:
-        return self._count
+        return sum(map(len, self._queues.values()))
 
     def count_of(self, key_name: str | None) -> int:
         """How many items of this key wait."""
@@ -162,7 +161,6 @@ class FairQueue(Generic[T]):
     def push(self, key_name: str | None, item: T) -> None:
         """Add an item behind the others of its key. A key without items comes behind all keys that have some."""
         self._queues.setdefault(key_name, deque()).append(item)
-        self._count += 1
 
     def first(self) -> T:
         """The item whose turn is next."""
@@ -173,14 +171,14 @@ class FairQueue(Generic[T]):
         key_name = next(iter(self._queues))
         item = self._queues[key_name].popleft()
         self._queues.move_to_end(key_name)
-        self._item_left(key_name)
+        self._remove_if_empty(key_name)
         return item
 
     def remove(self, key_name: str | None, item: T) -> None:
         """Remove an item. Does nothing if it is not in the queue."""
         if item in self._queues.get(key_name, ()):
             self._queues[key_name].remove(item)
-            self._item_left(key_name)
+            self._remove_if_empty(key_name)
 
     def longest_key(self) -> str | None:
         """The key with the most items."""
@@ -189,11 +187,10 @@ class FairQueue(Generic[T]):
     def pop_newest(self, key_name: str | None) -> T:
         """Remove and return this key's last item."""
         item = self._queues[key_name].pop()
-        self._item_left(key_name)
+        self._remove_if_empty(key_name)
         return item
 
-    def _item_left(self, key_name: str | None) -> None:
-        self._count -= 1
+    def _remove_if_empty(self, key_name: str | None) -> None:
         if not self._queues[key_name]:
             del self._queues[key_name]
 
@@ -210,20 +207,14 @@ class AdmissionTicket:
     """Permission to run.
 
     Attributes:
-        reserved_tokens: the prompt's, and the most that the answer may have.
+        spent_tokens: what counts when the request ends: all that were reserved, unless others are reported.
     """
 
-    reserved_tokens: int
-    _used_tokens: int | None = None
+    spent_tokens: int
 
     def report_usage(self, tokens: int) -> None:
-        """Set how many tokens prompt and answer took. Without a report, all reserved tokens count as used."""
-        self._used_tokens = max(0, tokens)
-
-    @property
-    def spent_tokens(self) -> int:
-        """What counts when the request ends."""
-        return self.reserved_tokens if self._used_tokens is None else self._used_tokens
+        """Set how many tokens prompt and answer took."""
+        self.spent_tokens = max(0, tokens)
 
 
 @dataclass(frozen=True, eq=False)

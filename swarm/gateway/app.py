@@ -40,11 +40,7 @@ ADDRESSES = (
 
 
 class InfoEndpoints:
-    """Answers requests that do not generate text.
-
-    Args:
-        gateway: the state that all requests share.
-    """
+    """Answers requests that do not generate text."""
 
     def __init__(self, gateway: GatewayState) -> None:
         self._gateway = gateway
@@ -108,7 +104,7 @@ def make_app(gateway: GatewayState, more_routes: Sequence[BaseRoute] = (), check
         check_host: whether to accept only this machine's own names, and `GatewaySettings.host_names`.
     """
     info, generation, tokenizers = InfoEndpoints(gateway), GenerationEndpoints(gateway), TokenizerEndpoints(gateway)
-    count_tokens = with_error_responses(tokenizers.count_tokens, AnthropicDialect)
+    count_tokens = tokenizers.answering(tokenizers.count_tokens, AnthropicDialect)
     routes: list[BaseRoute] = [
         *(Route(path, with_error_responses(info.addresses)) for path in ("/v1", "/v1/")),
         *(Route(path, with_error_responses(info.models)) for path in ("/v1/models", "/v1/models/")),
@@ -143,12 +139,13 @@ def make_app(gateway: GatewayState, more_routes: Sequence[BaseRoute] = (), check
 
 def _tokenizer_routes(endpoints: TokenizerEndpoints) -> list[BaseRoute]:
     """At the root, as vLLM has them, and beside the other addresses."""
-    posted = {"tokenize": endpoints.tokenize, "detokenize": endpoints.detokenize}
+    tokenize, detokenize = endpoints.answering(endpoints.tokenize), endpoints.answering(endpoints.detokenize)
     return [
         route
         for prefix in ("", "/v1")
         for route in (
-            *(Route(f"{prefix}/{name}", with_error_responses(call), methods=["POST"]) for name, call in posted.items()),
+            Route(f"{prefix}/tokenize", tokenize, methods=["POST"]),
+            Route(f"{prefix}/detokenize", detokenize, methods=["POST"]),
             Route(f"{prefix}/tokenizer_info", with_error_responses(endpoints.info)),
         )
     ]
@@ -171,7 +168,7 @@ def _ollama_routes(info: InfoEndpoints, tokenizers: TokenizerEndpoints) -> list[
     told = {"tags": info.ollama_models, "ps": info.ollama_running, "version": info.ollama_version}
     return [
         *(Route(f"/api/{name}", with_error_responses(call, OllamaDialect)) for name, call in told.items()),
-        Route("/api/show", with_error_responses(tokenizers.ollama_model, OllamaDialect), methods=["POST"]),
+        Route("/api/show", tokenizers.answering(tokenizers.ollama_model, OllamaDialect), methods=["POST"]),
     ]
 
 

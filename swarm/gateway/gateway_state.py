@@ -8,15 +8,16 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
-from swarm.errors import SwarmError, format_blocks
+from swarm.errors import format_blocks
 from swarm.gateway.admission import AdmissionControl
 from swarm.gateway.api_keys import ApiKey, KeyFile
 from swarm.gateway.http.request_body import RequestMemory, RequestRoom
 from swarm.gateway.openai.api_errors import NotFound, ServiceUnavailable
 from swarm.gateway.response_store import ResponseStore
 from swarm.gateway.settings import GatewaySettings
+from swarm.generation.sequence_group import SequenceGroup
 from swarm.generation.served_model import ServedModel
 from swarm.metrics.client import ClientMetrics
 from swarm.metrics.gateway import GatewayMetrics
@@ -38,13 +39,6 @@ REQUESTS_IN_MEMORY = 16
 
 READINESS_TTL_S = 5.0
 """How long the result of a readiness check is used again."""
-
-
-class AbortableRequest(Protocol):
-    """A request that is being answered."""
-
-    def abort(self, error: SwarmError) -> None:
-        """End the response with this error, now."""
 
 
 class GatewayState:
@@ -73,7 +67,7 @@ class GatewayState:
         self._threads = ThreadPoolExecutor(PREPARATION_THREADS, thread_name_prefix="swarm-gateway")
         self._thread_limits: dict[str, asyncio.Semaphore] = {}
         self.responses = ResponseStore()
-        self._requests: set[AbortableRequest] = set()
+        self._requests: set[SequenceGroup] = set()
         self._shutting_down = False
         self._keys = keys
         self._keys_lock = asyncio.Lock()
@@ -124,7 +118,7 @@ class GatewayState:
         return RequestRoom(self.request_memory, key.name if key is not None else None)
 
     @contextmanager
-    def abortable(self, request: AbortableRequest) -> Iterator[None]:
+    def abortable(self, request: SequenceGroup) -> Iterator[None]:
         """Inside of the context, a shutdown of the gateway aborts the request.
 
         Raises:

@@ -40,11 +40,7 @@ DETAILS_HEADER = "x-swarm-details"
 
 
 class GenerationEndpoints:
-    """Answers requests that generate text.
-
-    Args:
-        gateway: the state that all requests share.
-    """
+    """Answers requests that generate text."""
 
     def __init__(self, gateway: GatewayState) -> None:
         self._gateway = gateway

@@ -14,7 +14,7 @@ from typing import Any
 
 import uvloop
 from starlette.middleware import Middleware
-from starlette.routing import Mount
+from starlette.routing import BaseRoute, Mount
 
 from swarm.errors import AdapterMismatch, InvalidOption
 from swarm.gateway.access import RequireApiKey, is_loopback
@@ -110,8 +110,10 @@ async def _serve(
 ) -> None:
     """Answer requests until SIGINT or SIGTERM."""
     url = url_of(listening)
-    routes = [_monitor_routes(gateway, poller)] if poller is not None else []
+    routes: list[BaseRoute] = []
     if poller is not None:
+        protection = [Middleware(RequireApiKey, gateway=gateway)]
+        routes.append(Mount("/monitor", routes=make_routes(poller), middleware=protection))
         await poller.start()
     tasks = [asyncio.create_task(work) for work in (_log_readiness(gateway), EventLoopMetrics(gateway.registry).run())]
     try:
@@ -141,10 +143,6 @@ def _require_keys(address: ListenAddress, settings: GatewaySettings, *, has_keys
     logger.warning("Everyone who can reach %s may use this gateway, as --open says", address.host)
 
 
-def _monitor_routes(gateway: GatewayState, poller: SwarmPoller) -> Mount:
-    return Mount("/monitor", routes=make_routes(poller), middleware=[Middleware(RequireApiKey, gateway=gateway)])
-
-
 async def _log_readiness(gateway: GatewayState) -> None:
     """Check the swarm once at the start, so that the first request does not have to."""
     try:
@@ -161,18 +159,16 @@ def _load_models(
     exits: Sequence[Path],
 ) -> list[ServedModel]:
     """The models with their exits. `stack` closes them."""
-    models = [_load_model(stack, source, options) for source in sources]
+    models = []
+    for source in sources:
+        served = ServedModel.load(source, **options)
+        stack.callback(served.close)
+        swarm = served.model.swarm
+        logger.info("Model: %s, %d blocks, wire format %s", served.name, swarm.blocks, swarm.config.wire)
+        models.append(served)
     for folder in exits:
         _load_exits(models, folder)
     return models
-
-
-def _load_model(stack: ExitStack, source: str | None, options: Mapping[str, Any]) -> ServedModel:
-    served = ServedModel.load(source, **options)
-    connection = served.model.swarm
-    stack.callback(served.close)
-    logger.info("Model: %s, %d blocks, wire format %s", served.name, connection.blocks, connection.config.wire)
-    return served
 
 
 def _load_exits(models: Sequence[ServedModel], folder: Path) -> None:

@@ -8,18 +8,20 @@ from functools import partial
 from typing import Any
 
 from swarm.gateway.dialects.anthropic_messages import MessageWriter, read_messages_request
-from swarm.gateway.dialects.ollama import OllamaChatRequest, OllamaGenerateRequest, OllamaWriter, read_ollama_request
-from swarm.gateway.dialects.openai_responses import ResponsesWriter, read_responses_request
+from swarm.gateway.dialects.ollama import OLLAMA, OllamaChatRequest, OllamaGenerateRequest, OllamaWriter
+from swarm.gateway.dialects.openai_responses import RESPONSES, ResponsesRequest, ResponsesWriter
 from swarm.gateway.gateway_state import GatewayState
 from swarm.gateway.http.request_body import TOKEN_BYTES
+from swarm.gateway.openai.refused_fields import EMBEDDING
 from swarm.gateway.openai.request_conversion import chat_request_sequences, completion_request_sequences
 from swarm.gateway.openai.request_schema import (
     ChatRequest,
     CompletionRequest,
+    EmbeddingRequest,
     GenerationRequest,
+    decode_request,
     parse_chat_request,
     parse_completion_request,
-    parse_embedding_request,
 )
 from swarm.gateway.openai.response_writers import (
     ChatResponseWriter,
@@ -81,11 +83,7 @@ Reader = Callable[[bytes, str], ReadRequest]
 
 
 class RequestReaders:
-    """Reads the requests of all interfaces.
-
-    Args:
-        gateway: the state that all requests share.
-    """
+    """Reads the requests of all interfaces."""
 
     def __init__(self, gateway: GatewayState) -> None:
         self._gateway = gateway
@@ -119,7 +117,7 @@ class RequestReaders:
 
     def embeddings(self, body: bytes, owner: str) -> ReadRequest:
         """OpenAI's embeddings."""
-        asked = parse_embedding_request(body)
+        asked = decode_request(EmbeddingRequest, body, EMBEDDING)
 
         def prepare(served: ServedModel) -> PreparedRequest:
             writer = EmbeddingResponseWriter(served.name, asked.encoding_format == "base64")
@@ -129,7 +127,7 @@ class RequestReaders:
 
     def responses(self, body: bytes, owner: str) -> ReadRequest:
         """OpenAI's Responses."""
-        asked = read_responses_request(body)
+        asked = decode_request(ResponsesRequest, body, RESPONSES)
         previous, store = asked.previous_response_id, self._gateway.responses
 
         def prepare(served: ServedModel) -> PreparedRequest:
@@ -151,11 +149,11 @@ class RequestReaders:
 
     def ollama_chat(self, body: bytes, owner: str) -> ReadRequest:
         """Ollama's conversations."""
-        return self._ollama(read_ollama_request(OllamaChatRequest, body), is_chat=True)
+        return self._ollama(decode_request(OllamaChatRequest, body, OLLAMA), is_chat=True)
 
     def ollama_generate(self, body: bytes, owner: str) -> ReadRequest:
         """Ollama's prompts."""
-        return self._ollama(read_ollama_request(OllamaGenerateRequest, body), is_chat=False)
+        return self._ollama(decode_request(OllamaGenerateRequest, body, OLLAMA), is_chat=False)
 
     def _ollama(self, read: OllamaChatRequest | OllamaGenerateRequest, is_chat: bool) -> ReadRequest:
         asked = read.openai()

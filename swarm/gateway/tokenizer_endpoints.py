@@ -15,15 +15,17 @@ from swarm.gateway.dialects.anthropic_messages import CountRequest, read_message
 from swarm.gateway.dialects.ollama import ShowRequest, shown_model
 from swarm.gateway.gateway_state import GatewayState
 from swarm.gateway.http.request_body import TOKEN_BYTES, read_body
-from swarm.gateway.http.responses import JsonResponse, cancel_on_disconnect
+from swarm.gateway.http.responses import Endpoint, JsonResponse, cancel_on_disconnect, with_error_responses
 from swarm.gateway.openai.api_errors import BadRequest
+from swarm.gateway.openai.dialect import Dialect
+from swarm.gateway.openai.refused_fields import CHAT
 from swarm.gateway.openai.request_conversion import template_message, template_options, tool_options
 from swarm.gateway.openai.request_schema import (
     ChatRequest,
     PromptRequest,
     TokenId,
+    check_chat_request,
     decode_request,
-    parse_prompt_request,
 )
 from swarm.generation.prompts import conversation_prompt
 from swarm.generation.served_model import ServedModel
@@ -57,48 +59,21 @@ def parse_tokenize_request(body: bytes) -> TokenizeRequest | PromptRequest:
     Raises:
         BadRequest: the body is neither.
     """
-    head: _TokenizeHead = decode_request(_TokenizeHead, body)
-    if head.prompt is not None:
-        request: TokenizeRequest = decode_request(TokenizeRequest, body)
-        return request
-    return parse_prompt_request(body)
-
-
-def parse_detokenize_request(body: bytes) -> DetokenizeRequest:
-    """Raises `BadRequest` if the body is not a valid request."""
-    request: DetokenizeRequest = decode_request(DetokenizeRequest, body)
+    if decode_request(_TokenizeHead, body).prompt is not None:
+        return decode_request(TokenizeRequest, body)
+    request = decode_request(PromptRequest, body, CHAT)
+    check_chat_request(request)
     return request
 
 
-def tokenize_reply(request: TokenizeRequest | PromptRequest, served: ServedModel) -> dict[str, Any]:
-    """The tokens of a prompt.
+def chat_prompt(request: ChatRequest, served: ServedModel) -> list[int]:
+    """The tokens of a conversation.
 
     Raises:
         ChatTemplateError, InvalidGenerationRequest, BadRequest: as for a chat request.
     """
-    if isinstance(request, TokenizeRequest):
-        tokens = served.prompts.text(request.prompt, request.add_special_tokens)
-    else:
-        tokens = chat_prompt(request, served)
-    texts = served.tokenizer.convert_ids_to_tokens(tokens) if request.return_token_strs else None
-    return {"count": len(tokens), "max_model_len": served.context_length, "tokens": tokens, "token_strs": texts}
-
-
-def chat_prompt(request: ChatRequest, served: ServedModel) -> list[int]:
-    """The tokens of a conversation. Raises the same as `tokenize_reply`."""
     messages = [template_message(message) for message in request.messages]
     return conversation_prompt(served, messages, tool_options(request), template_options(request, served))[0]
-
-
-def detokenize_reply(request: DetokenizeRequest, served: ServedModel) -> dict[str, Any]:
-    """The text of tokens.
-
-    Raises:
-        BadRequest: one of them is not the model's.
-    """
-    if (unknown := next((token for token in request.tokens if token >= served.vocabulary_size), None)) is not None:
-        raise BadRequest(f"token {unknown} is not one of the model's {served.vocabulary_size}", param="tokens")
-    return {"prompt": served.tokenizer.decode(request.tokens, clean_up_tokenization_spaces=False)}
 
 
 def tokenizer_info(served: ServedModel) -> dict[str, Any]:
@@ -115,30 +90,14 @@ def tokenizer_info(served: ServedModel) -> dict[str, Any]:
 
 
 class TokenizerEndpoints:
-    """Answers requests about the models and their tokenizers. A request that names no model is about the first one.
-
-    Args:
-        gateway: the state that all requests share.
-    """
+    """Answers requests about the models and their tokenizers. A request that names no model is about the first one."""
 
     def __init__(self, gateway: GatewayState) -> None:
         self._gateway = gateway
 
-    async def tokenize(self, request: Request) -> Response:
-        """`POST /tokenize`."""
-        return await self._answer(request, self._tokenize)
-
-    async def detokenize(self, request: Request) -> Response:
-        """`POST /detokenize`."""
-        return await self._answer(request, self._detokenize)
-
-    async def count_tokens(self, request: Request) -> Response:
-        """`POST /v1/messages/count_tokens`, which is Anthropic's."""
-        return await self._answer(request, self._count_tokens)
-
-    async def ollama_model(self, request: Request) -> Response:
-        """`POST /api/show`, which is Ollama's."""
-        return await self._answer(request, self._show)
+    def answering(self, answer: Callable[[bytes], dict[str, Any]], dialect: type[Dialect] = Dialect) -> Endpoint:
+        """The endpoint whose answers one of the methods below makes of a request's body."""
+        return with_error_responses(partial(self._answer, answer=answer), dialect)
 
     async def info(self, request: Request) -> Response:
         """`GET /tokenizer_info`, with the model's name as `?model=` if there are several."""
@@ -156,21 +115,33 @@ class TokenizerEndpoints:
             room.hold(len(reply.get("tokens", ())) * TOKEN_BYTES)
             return JsonResponse(reply)
 
-    def _tokenize(self, body: bytes) -> dict[str, Any]:
+    def tokenize(self, body: bytes) -> dict[str, Any]:
+        """`POST /tokenize`."""
         asked = parse_tokenize_request(body)
-        return tokenize_reply(asked, self._model(asked.model))
+        served = self._model(asked.model)
+        if isinstance(asked, TokenizeRequest):
+            tokens = served.prompts.text(asked.prompt, asked.add_special_tokens)
+        else:
+            tokens = chat_prompt(asked, served)
+        texts = served.tokenizer.convert_ids_to_tokens(tokens) if asked.return_token_strs else None
+        return {"count": len(tokens), "max_model_len": served.context_length, "tokens": tokens, "token_strs": texts}
 
-    def _detokenize(self, body: bytes) -> dict[str, Any]:
-        asked = parse_detokenize_request(body)
-        return detokenize_reply(asked, self._model(asked.model))
+    def detokenize(self, body: bytes) -> dict[str, Any]:
+        """`POST /detokenize`. Raises `BadRequest` if a token is not the model's."""
+        asked = decode_request(DetokenizeRequest, body)
+        served = self._model(asked.model)
+        if (unknown := next((token for token in asked.tokens if token >= served.vocabulary_size), None)) is not None:
+            raise BadRequest(f"token {unknown} is not one of the model's {served.vocabulary_size}", param="tokens")
+        return {"prompt": served.tokenizer.decode(asked.tokens, clean_up_tokenization_spaces=False)}
 
-    def _count_tokens(self, body: bytes) -> dict[str, Any]:
+    def count_tokens(self, body: bytes) -> dict[str, Any]:
+        """`POST /v1/messages/count_tokens`, which is Anthropic's."""
         asked = read_messages_request(body, CountRequest)
         return {"input_tokens": len(chat_prompt(asked, self._model(asked.model)))}
 
-    def _show(self, body: bytes) -> dict[str, Any]:
-        asked: ShowRequest = decode_request(ShowRequest, body)
-        return shown_model(self._gateway.model(asked.served_name))
+    def ollama_model(self, body: bytes) -> dict[str, Any]:
+        """`POST /api/show`, which is Ollama's."""
+        return shown_model(self._gateway.model(decode_request(ShowRequest, body).served_name))
 
     def _model(self, name: str) -> ServedModel:
         return self._gateway.model(name) if name else next(iter(self._gateway.models.values()))

@@ -126,12 +126,8 @@ def embedding_sequences(served: ServedModel, prompts: Sequence[Prompt]) -> list[
 
 
 def prompt_texts(requests: Sequence[SequenceRequest], served: ServedModel) -> list[str]:
-    """The text of each sequence's prompt. A prompt that several sequences share is decoded once."""
-    texts: dict[int, str] = {}
-    for request in requests:
-        if id(request.prompt) not in texts:
-            texts[id(request.prompt)] = served.tokenizer.decode(request.prompt, skip_special_tokens=True)
-    return [texts[id(request.prompt)] for request in requests]
+    """The text of each sequence's prompt."""
+    return [served.tokenizer.decode(request.prompt, skip_special_tokens=True) for request in requests]
 
 
 @dataclass(frozen=True)
@@ -227,12 +223,10 @@ def _truncated(prompt: list[int], asked: SequenceRequest, served: ServedModel) -
     keep = asked.prompt_tokens
     if keep is None:
         return prompt
-    return prompt[-(keep if keep > 0 else max(1, served.context_length - _answer_tokens(asked))) :]
-
-
-def _answer_tokens(asked: SequenceRequest) -> int:
-    """For how many tokens of the answer a prompt that is cut leaves room."""
-    return asked.max_tokens if asked.max_tokens is not None and asked.max_tokens >= 0 else 1
+    if keep <= 0:
+        answer = asked.max_tokens if asked.max_tokens is not None and asked.max_tokens >= 0 else 1
+        keep = max(1, served.context_length - answer)
+    return prompt[-keep:]
 
 
 def _require_tokens(tokens: Sequence[int], served: ServedModel, parameter: str) -> None:

@@ -35,7 +35,7 @@ from swarm.client.session import InferenceSession
 from swarm.client.threads.compute_lock import ComputeTicket
 from swarm.data_structures import Span
 from swarm.errors import CacheFull, NoExitClassifiers, ProcessorsWithState, SwarmError, TooLong, UsageError
-from swarm.generation.early_exits import ExitCounts, ProvisionalText
+from swarm.generation.early_exits import ExitCounts, ProvisionalText, count_exit
 from swarm.generation.errors import EXPECTED_ERRORS, GenerationCancelled, GenerationCrashed, InvalidGenerationRequest
 from swarm.generation.sampling import SampledToken, Sampler, top_tokens
 from swarm.generation.sequence_output import IncrementalDetokenizer, SequenceDelta, SequenceOutput
@@ -224,7 +224,7 @@ class SequenceGeneration:
         self._text = list(request.prompt)
         self.tokens = 0
         self.thought_tokens = 0
-        self.exits = ExitCounts()
+        self.exits: ExitCounts = Counter()
         self.guesses: Counter[tuple[str, bool]] = Counter()
         self._on_event = on_event
         self._served = served
@@ -501,7 +501,7 @@ class SequenceGeneration:
 
     def _on_session_event(self, event: SessionEvent) -> None:
         if isinstance(event, ExitTaken | ExitVerified):
-            self.exits.count(event)  # up to two a token: not worth an event each
+            count_exit(self.exits, event)  # up to two a token: not worth an event each
         elif isinstance(event, GuessVerified):
             self.guesses[event.draft, event.stands] += 1
         elif isinstance(event, RouteTaken):

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from swarm.client.chain.prefix import Prefix
 from swarm.client.routes.events import BlocksMissing, HopLost, Recovered, RouteTaken
 from swarm.errors import SwarmError, format_blocks
-from swarm.generation.early_exits import ExitCounts
+from swarm.generation.early_exits import exit_details
 from swarm.generation.errors import GenerationCrashed
 from swarm.generation.sequence_generation import (
     PromptProgress,
@@ -44,33 +44,6 @@ MAX_PARALLEL = 8
 
 MIN_SHARED_TOKENS = 64
 """A shorter prompt is computed for each sequence, which takes less time than to wait for the first one."""
-
-
-@dataclass
-class GenerationTiming:
-    """When a request's tokens came.
-
-    Attributes:
-        started_at: `time.perf_counter()` when the request came.
-        first_token_at: when its first token came.
-    """
-
-    started_at: float
-    first_token_at: float | None = None
-    tokens: int = 0
-
-    def summary(self) -> dict[str, Any]:
-        """The times, as clients show them below an answer; see `docs/gateway.md`."""
-        now = time.perf_counter()
-        first = self.first_token_at
-        since_first = now - first if first is not None else 0.0
-        return {
-            "kind": "done",
-            "tokens": self.tokens,
-            "seconds": round(now - self.started_at, 3),
-            "tokens_per_second": round((self.tokens - 1) / since_first, 2) if since_first and self.tokens > 1 else None,
-            "first_token_seconds": round(first - self.started_at, 3) if first is not None else None,
-        }
 
 
 @dataclass(frozen=True)
@@ -114,12 +87,13 @@ class SequenceGroup:
         metrics: GatewayMetrics | None = None,
         owner: str = "",
     ) -> None:
-        self.timing = GenerationTiming(started_at)
         self.prompt_tokens = sum(len(request.prompt) for request in requests) // choices
         self._early_exits = [request.early_exit for request in requests if request.early_exit is not None]
         self._served = served
         self._metrics = metrics
-        self._last_token_at = started_at
+        self._started_at = self._last_token_at = started_at
+        self._first_token_at: float | None = None
+        self._tokens = 0  # when the newest output came
         self._waiting: deque[SequenceGeneration] = deque()
         self._started: list[SequenceGeneration] = []
         self._ended = 0
@@ -172,7 +146,7 @@ class SequenceGroup:
     def usage(self) -> Usage:
         """What the request has taken so far."""
         thought_tokens = sum(generation.thought_tokens for generation in self._generations)
-        started, first = self.timing.started_at, self.timing.first_token_at
+        started, first = self._started_at, self._first_token_at
         return Usage(
             self.prompt_tokens,
             self.completion_tokens,
@@ -184,11 +158,20 @@ class SequenceGroup:
 
     def summary(self) -> dict[str, Any]:
         """The detail of kind `done`, which clients show below an answer; see `docs/gateway.md`."""
-        summary = self.timing.summary()
+        usage, tokens = self.usage, self._tokens
+        first = usage.first_token_seconds
+        since_first = usage.seconds - first if first is not None else 0.0
+        summary: dict[str, Any] = {
+            "kind": "done",
+            "tokens": tokens,
+            "seconds": round(usage.seconds, 3),
+            "tokens_per_second": round((tokens - 1) / since_first, 2) if since_first and tokens > 1 else None,
+            "first_token_seconds": round(first, 3) if first is not None else None,
+        }
         if self._early_exits:
-            exits = ExitCounts.total(generation.exits for generation in self._generations)
+            exits = exit_details(generation.exits for generation in self._generations)
             approximate = not all(options.verify for options in self._early_exits)
-            summary["early_exit"] = {"approximate": approximate, "exits": exits.details()}
+            summary["early_exit"] = {"approximate": approximate, "exits": exits}
         if self.cached_tokens:
             summary["cached_tokens"] = self.cached_tokens
         guesses = sum((generation.guesses for generation in self._generations), Counter[tuple[str, bool]]())
@@ -259,14 +242,14 @@ class SequenceGroup:
 
     def _measure_delta(self) -> None:
         now = time.perf_counter()
-        if self.timing.first_token_at is None:
-            self.timing.first_token_at = now
+        if self._first_token_at is None:
+            self._first_token_at = now
             if self._metrics is not None:
-                self._metrics.first_token(self._served.name, now - self.timing.started_at)
+                self._metrics.first_token(self._served.name, now - self._started_at)
         elif self._metrics is not None:
             self._metrics.next_token(self._served.name, now - self._last_token_at)
         self._last_token_at = now
-        self.timing.tokens = self.completion_tokens
+        self._tokens = self.completion_tokens
 
 
 def _followers(requests: Sequence[SequenceRequest]) -> dict[int, list[int]]:

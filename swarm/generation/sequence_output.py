@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
+from swarm.generation.formats.thinking import partial_length
 from swarm.generation.formats.tool_calls import ToolCall
 from swarm.generation.sampling import SampledToken
 from swarm.generation.sequence_request import SequenceRequest
@@ -145,7 +146,7 @@ class StopSequenceFilter:
             _, at, self.hit = min(found)
             self._held = ""
             return text[:at]
-        held = max(_overlap(text, stop) for stop in self._stops)
+        held = partial_length(text, self._stops)
         shown, self._held = text[: len(text) - held], text[len(text) - held :]
         return shown
 
@@ -159,14 +160,6 @@ class StopSequenceFilter:
         """The text that was held back and is not a stop sequence."""
         held, self._held = self._held, ""
         return held
-
-
-def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` that is a beginning of `stop`."""
-    for length in range(min(len(text), len(stop) - 1), 0, -1):
-        if text.endswith(stop[:length]):
-            return length
-    return 0
 
 
 @dataclass(frozen=True)

@@ -56,6 +56,7 @@ class ServedModel:
         compute_lock: lets one sequence at a time compute its local part.
         room: whose turn it is to ask the servers for room.
         created: Unix time.
+        warn_once: for what many requests may have the same reason to say.
     """
 
     name: str
@@ -71,7 +72,7 @@ class ServedModel:
     created: int = field(default_factory=lambda: int(time.time()))
 
     def __post_init__(self) -> None:
-        self._warn_once = WarnOnce(logger, f"{self.name}: ")
+        self.warn_once = WarnOnce(logger, f"{self.name}: ")
 
     @classmethod
     def load(cls, source: str | None, **options: Any) -> ServedModel:
@@ -154,10 +155,6 @@ class ServedModel:
         """Tokens that end an answer."""
         end = self.model.generation_config.eos_token_id
         return frozenset([end] if isinstance(end, int) else end or ())
-
-    def warn_once(self, message: str) -> None:
-        """A line in the log, if it is not there already: many requests may have the same reason for it."""
-        self._warn_once(message)
 
     def missing_blocks(self) -> tuple[int, ...]:
         """Blocks that no server holds now. Asks the swarm, which may take seconds."""

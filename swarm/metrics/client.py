@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from prometheus_client import Counter, Histogram
-
-from swarm.metrics.registry import ANSWER_BUCKETS_S, OTHER, Registry, error_label
+from swarm.metrics.registry import ANSWER_BUCKETS_S, OTHER, Instruments, Registry, error_label
 
 BAN_REASONS: Mapping[str, str] = {
     "could not be reached": "unreachable",
@@ -33,53 +31,23 @@ class ClientMetrics:
     """
 
     def __init__(self, registry: Registry) -> None:
-        self._routes = Counter("swarm_client_routes_total", "Routes taken, repairs included.", registry=registry)
-        self._lost = Counter(
-            "swarm_client_hops_lost_total", "Servers that failed a session, by error code.", ["code"], registry=registry
-        )
-        self._failovers = Histogram(
-            "swarm_client_failover_seconds",
-            "Time from noticing that a server is lost until others have taken its place.",
-            buckets=ANSWER_BUCKETS_S,
-            registry=registry,
-        )
-        self._replays = Counter("swarm_client_replays_total", "Caches filled again from records.", registry=registry)
-        self._replayed = Counter("swarm_client_replayed_tokens_total", "Tokens in those replays.", registry=registry)
-        self._missing = Counter(
-            "swarm_client_missing_blocks_total",
-            "Times that a session found blocks that no server holds.",
-            registry=registry,
-        )
-        self._bans = Counter(
-            "swarm_client_bans_total",
-            "Servers kept out of routes for a while, by reason.",
-            ["reason"],
-            registry=registry,
-        )
-        self._exits = Counter(
-            "swarm_client_exits_total",
-            "Guesses from tokens that left early, by the block in front of which they did.",
-            ["block"],
-            registry=registry,
-        )
-        self._verified = Counter(
-            "swarm_client_exits_verified_total",
-            "Guesses that the full model verified, by whether they stood.",
-            ["block", "outcome"],
-            registry=registry,
-        )
-        self._guesses = Counter(
-            "swarm_client_guesses_total",
-            "Guesses of speculative decoding that were verified, by draft and whether they stood.",
-            ["draft", "outcome"],
-            registry=registry,
-        )
-        self._audits = Counter(
-            "swarm_client_audits_total",
-            "Servers whose results were compared with others, by outcome.",
-            ["outcome"],
-            registry=registry,
-        )
+        new = Instruments(registry, "swarm_client")
+        self._routes = new.counter("routes_total", "Routes taken, repairs included.")
+        self._lost = new.counter("hops_lost_total", "Servers that failed a session, by error code.", "code")
+        lost = "Time from noticing that a server is lost until others have taken its place."
+        self._failovers = new.histogram("failover_seconds", lost, ANSWER_BUCKETS_S)
+        self._replays = new.counter("replays_total", "Caches filled again from records.")
+        self._replayed = new.counter("replayed_tokens_total", "Tokens in those replays.")
+        self._missing = new.counter("missing_blocks_total", "Times that a session found blocks that no server holds.")
+        self._bans = new.counter("bans_total", "Servers kept out of routes for a while, by reason.", "reason")
+        left = "Guesses from tokens that left early, by the block in front of which they did."
+        self._exits = new.counter("exits_total", left, "block")
+        verified = "Guesses that the full model verified, by whether they stood."
+        self._verified = new.counter("exits_verified_total", verified, "block", "outcome")
+        guessed = "Guesses of speculative decoding that were verified, by draft and whether they stood."
+        self._guesses = new.counter("guesses_total", guessed, "draft", "outcome")
+        compared = "Servers whose results were compared with others, by outcome."
+        self._audits = new.counter("audits_total", compared, "outcome")
         self._by_event: Mapping[str, Callable[[Any], None]] = {
             "RouteTaken": lambda event: self._routes.inc(),
             "HopLost": lambda event: self._lost.labels(error_label(event.reason)).inc(),

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from prometheus_client import Counter, Gauge
-
-from swarm.metrics.registry import Registry
+from swarm.metrics.registry import Instruments, Registry
 
 
 class BootstrapMetrics:
@@ -26,15 +24,11 @@ class BootstrapMetrics:
         records: Callable[[], int],
         record_bytes: Callable[[], int],
     ) -> None:
-        known = Gauge("swarm_dht_known_peers", "Peers in the routing table.", registry=registry)
-        known.set_function(peers)
-        stored = Gauge("swarm_dht_records", "Records stored for the swarm, expired ones included.", registry=registry)
-        stored.set_function(records)
-        size = Gauge("swarm_dht_record_bytes", "Size of these records.", registry=registry)
-        size.set_function(record_bytes)
-        self._refused = Counter(
-            "swarm_dht_refused_records", "Records that were not stored or not believed.", ["reason"], registry=registry
-        )
+        new = Instruments(registry, "swarm_dht")
+        new.gauge("known_peers", "Peers in the routing table.").set_function(peers)
+        new.gauge("records", "Records stored for the swarm, expired ones included.").set_function(records)
+        new.gauge("record_bytes", "Size of these records.").set_function(record_bytes)
+        self._refused = new.counter("refused_records", "Records that were not stored or not believed.", "reason")
 
     def record_refused(self, reason: str) -> None:
         """A record was refused, for one of the reasons of `swarm.transport.dht.records.RecordProblem`."""

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
-from prometheus_client import Counter, Gauge, Histogram
-
-from swarm.metrics.registry import ANSWER_BUCKETS_S, OTHER, STEP_BUCKETS_S, Registry, label_or_other
+from swarm.metrics.registry import ANSWER_BUCKETS_S, OTHER, STEP_BUCKETS_S, Instruments, Registry, label_or_other
 
 ENDPOINTS = frozenset(
     {
@@ -55,52 +53,24 @@ class GatewayMetrics:
 
     def __init__(self, registry: Registry, models: Iterable[str] = ()) -> None:
         self._models = frozenset(models)
-        self._requests = Counter(
-            "swarm_gateway_requests_total",
-            "Requests answered, by path, model and HTTP status.",
-            ["endpoint", "model", "status"],
-            registry=registry,
-        )
-        self._seconds = Histogram(
-            "swarm_gateway_request_seconds",
-            "Time until a request is answered whole.",
-            ["endpoint"],
-            buckets=ANSWER_BUCKETS_S,
-            registry=registry,
-        )
-        self._refused = Counter(
-            "swarm_gateway_refused_total", "Requests refused before any work, by reason.", ["reason"], registry=registry
-        )
-        self._running = Gauge("swarm_gateway_running", "Requests that are computed now.", registry=registry)
-        self._waiting = Gauge("swarm_gateway_waiting", "Requests that wait for their turn.", registry=registry)
-        self._streams = Gauge("swarm_gateway_streams_open", "Answers that are being streamed.", registry=registry)
-        self._first = Histogram(
-            "swarm_gateway_first_token_seconds",
-            "Time from a request to its first token, waiting included.",
-            ["model"],
-            buckets=ANSWER_BUCKETS_S,
-            registry=registry,
-        )
-        self._token = Histogram(
-            "swarm_gateway_token_seconds",
-            "Time from one token of an answer to the next.",
-            ["model"],
-            buckets=STEP_BUCKETS_S,
-            registry=registry,
-        )
-        self._prompt = Counter("swarm_gateway_prompt_tokens_total", "Tokens of prompts.", ["model"], registry=registry)
-        self._cached = Counter(
-            "swarm_gateway_cached_tokens_total",
-            "Tokens of prompts that were computed for earlier requests.",
-            ["model"],
-            registry=registry,
-        )
-        self._completion = Counter(
-            "swarm_gateway_completion_tokens_total", "Tokens of answers.", ["model"], registry=registry
-        )
-        self._disconnects = Counter(
-            "swarm_gateway_disconnects_total", "Clients that left before their answer was whole.", registry=registry
-        )
+        new = Instruments(registry, "swarm_gateway")
+        answered = "Requests answered, by path, model and HTTP status."
+        self._requests = new.counter("requests_total", answered, "endpoint", "model", "status")
+        whole = "Time until a request is answered whole."
+        self._seconds = new.histogram("request_seconds", whole, ANSWER_BUCKETS_S, "endpoint")
+        self._refused = new.counter("refused_total", "Requests refused before any work, by reason.", "reason")
+        self._running = new.gauge("running", "Requests that are computed now.")
+        self._waiting = new.gauge("waiting", "Requests that wait for their turn.")
+        self._streams = new.gauge("streams_open", "Answers that are being streamed.")
+        first = "Time from a request to its first token, waiting included."
+        self._first = new.histogram("first_token_seconds", first, ANSWER_BUCKETS_S, "model")
+        between = "Time from one token of an answer to the next."
+        self._token = new.histogram("token_seconds", between, STEP_BUCKETS_S, "model")
+        self._prompt = new.counter("prompt_tokens_total", "Tokens of prompts.", "model")
+        cached = "Tokens of prompts that were computed for earlier requests."
+        self._cached = new.counter("cached_tokens_total", cached, "model")
+        self._completion = new.counter("completion_tokens_total", "Tokens of answers.", "model")
+        self._disconnects = new.counter("disconnects_total", "Clients that left before their answer was whole.")
 
     def track_admission(self, running: Callable[[], int], waiting: Callable[[], int]) -> None:
         """Register the functions that count running and waiting requests; they are called when metrics are read."""

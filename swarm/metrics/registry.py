@@ -11,10 +11,12 @@ from __future__ import annotations
 import asyncio
 import platform
 from collections.abc import Collection
+from typing import Any, TypeVar
 
 from prometheus_client import (
     CONTENT_TYPE_PLAIN_0_0_4,
     CollectorRegistry,
+    Counter,
     Gauge,
     Histogram,
     Info,
@@ -22,6 +24,7 @@ from prometheus_client import (
     disable_created_metrics,
     generate_latest,
 )
+from prometheus_client.metrics import MetricWrapperBase
 
 from swarm.common.version import VERSION
 from swarm.errors import RemoteError
@@ -44,6 +47,53 @@ def new_registry() -> Registry:
 def encode_metrics(registry: Registry) -> tuple[bytes, str]:
     """Encode all metrics for Prometheus; returns the response's body and content type."""
     return generate_latest(registry), CONTENT_TYPE_PLAIN_0_0_4
+
+
+M = TypeVar("M", bound=MetricWrapperBase)
+
+
+class _Nothing:
+    """In place of a metric that nobody reads."""
+
+    def labels(self, *values: str) -> _Nothing:
+        return self
+
+    def ignore(self, value: object = 1) -> None:
+        """Count nothing."""
+
+    inc = observe = set = info = ignore
+
+
+_NOTHING: Any = _Nothing()
+
+
+class Instruments:
+    """Makes the metrics of one part of a program.
+
+    Args:
+        registry: where they are registered; None for metrics that count nothing.
+        prefix: of their names.
+    """
+
+    def __init__(self, registry: Registry | None, prefix: str) -> None:
+        self._registry, self._prefix = registry, prefix
+
+    def counter(self, name: str, meaning: str, *labels: str) -> Counter:
+        return self._made(Counter, name, meaning, labels)
+
+    def gauge(self, name: str, meaning: str) -> Gauge:
+        return self._made(Gauge, name, meaning, ())
+
+    def info(self, name: str, meaning: str) -> Info:
+        return self._made(Info, name, meaning, ())
+
+    def histogram(self, name: str, meaning: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
+        return self._made(Histogram, name, meaning, labels, buckets=buckets)
+
+    def _made(self, kind: type[M], name: str, meaning: str, labels: tuple[str, ...], **options: Any) -> M:
+        if self._registry is None:
+            return _NOTHING  # type: ignore[no-any-return]
+        return kind(f"{self._prefix}_{name}", meaning, labels, registry=self._registry, **options)
 
 
 OTHER = "other"
@@ -89,13 +139,10 @@ class EventLoopMetrics:
     """
 
     def __init__(self, registry: Registry) -> None:
-        self._lag = Histogram(
-            "swarm_loop_lag_seconds",
-            "Time by which the event loop was late: it was blocked, or the machine is busy.",
-            buckets=STEP_BUCKETS_S,
-            registry=registry,
-        )
-        self._tasks = Gauge("swarm_loop_tasks", "Tasks in the event loop.", registry=registry)
+        new = Instruments(registry, "swarm_loop")
+        late = "Time by which the event loop was late: it was blocked, or the machine is busy."
+        self._lag = new.histogram("lag_seconds", late, STEP_BUCKETS_S)
+        self._tasks = new.gauge("tasks", "Tasks in the event loop.")
 
     async def run(self) -> None:
         """Measure until the task is canceled."""

@@ -43,7 +43,7 @@ def make_routes(poller: SwarmPoller) -> list[BaseRoute]:
                 await poller.was_read.wait()
         if poller.latest is None:
             return _error(503, "the swarm has not been read yet; try again in a few seconds")
-        return Response(poller.latest.data, media_type=JSON, headers=HEADERS)
+        return Response(msgspec.json.encode(poller.latest), media_type=JSON, headers=HEADERS)
 
     async def history(request: Request) -> Response:
         poller.request_update()
@@ -72,7 +72,7 @@ def _parse_hours(text: str | None) -> float | None:
 
 def _encode_history(poller: SwarmPoller, model: str | None, hours: float) -> bytes:
     """Encode the history as columns rather than points, which takes a quarter of the bytes."""
-    end = poller.latest.view.time if poller.latest is not None else 0.0
+    end = poller.latest.time if poller.latest is not None else 0.0
     histories = poller.history.points_since(end - hours * 3600, model)
     models = {
         name: {

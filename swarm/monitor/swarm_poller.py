@@ -8,9 +8,6 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Protocol
-
-import msgspec
 
 from swarm.data_structures import ModelInfo, ServerState
 from swarm.dht.directory import fetch_models, fetch_servers
@@ -63,19 +60,6 @@ class PollResult:
 
 OpinionSource = Callable[[], Mapping[str, Opinion]]
 """Peer id -> what audits say of a server now. Raises `OpinionFileError`."""
-
-
-class SwarmSource(Protocol):
-    """Where a `SwarmPoller` reads the state of the swarm."""
-
-    async def poll(self, remembered: Sequence[ModelInfo]) -> PollResult:
-        """Read the announced models, and those of `remembered` that are no longer announced. Raises a `SwarmError`."""
-
-    async def round_trips(self, peer_ids: Iterable[str]) -> dict[str, float]:
-        """Measure some of the peers; returns the round trips of all peers measured recently, in seconds."""
-
-    async def close(self) -> None:
-        """Leave the swarm."""
 
 
 def select_models(
@@ -139,6 +123,7 @@ class DhtSource:
             self._joined, self._empty = self._clock(), 0
 
     async def poll(self, remembered: Sequence[ModelInfo] = ()) -> PollResult:
+        """Read the announced models, and those of `remembered` that are no longer announced. Raises a `SwarmError`."""
         if self._empty >= EMPTY_POLLS_BEFORE_REJOIN and self._clock() - self._joined >= REJOIN_AFTER_S:
             await self.close()
         await self.join()
@@ -156,6 +141,7 @@ class DhtSource:
         return PollResult(tuple(map(AnnouncedModel, models, map(tuple, servers))), absent, left_out, others)
 
     async def round_trips(self, peer_ids: Iterable[str]) -> dict[str, float]:
+        """Measure some of the peers; returns the round trips of all peers measured recently, in seconds."""
         assert self._peer is not None
         peers = list(dict.fromkeys(peer_ids))
         # Order by the last attempt, not the last success: peers that never answer must not block the others.
@@ -172,6 +158,7 @@ class DhtSource:
         return self._measured.recent(now)
 
     async def close(self) -> None:
+        """Leave the swarm."""
         peer, self._peer = self._peer, None
         lost, self._lost = self._lost, None
         if lost is not None:
@@ -200,14 +187,6 @@ MODEL_RETENTION_S = 3600.0
 """Time for which a model is shown after its last server is gone."""
 
 
-@dataclass(frozen=True, slots=True)
-class PublishedView:
-    """The latest view; `data` is the same as JSON."""
-
-    view: SwarmView
-    data: bytes
-
-
 class SwarmPoller:
     """Polls the swarm in a background task. Create it anywhere; start and stop it in the event loop that runs it.
 
@@ -229,13 +208,13 @@ class SwarmPoller:
         initial_peers: tuple[str, ...],
         models: Sequence[str] = (),
         period: float = PERIOD_S,
-        source: SwarmSource | None = None,
+        source: DhtSource | None = None,
         membership: Invite | None = None,
         opinions: OpinionSource = dict,
         now: Callable[[], float] = time.time,
     ) -> None:
         self.history = SwarmHistory()
-        self.latest: PublishedView | None = None
+        self.latest: SwarmView | None = None
         self.was_read = asyncio.Event()
         self._source = source or DhtSource(initial_peers, models, membership)
         # A reader of the page may be on another machine, where loopback addresses are of no use.
@@ -307,7 +286,7 @@ class SwarmPoller:
     def _with_problem(self, problem: str) -> SwarmView:
         if self.latest is None:
             return SwarmView(VIEW_VERSION, self._now(), self._period, problem, (), (), 0)
-        return replace(self.latest.view, problem=problem)
+        return replace(self.latest, problem=problem)
 
     def _remembered_models(self, now: float) -> list[ModelInfo]:
         self._remembered = {
@@ -320,12 +299,12 @@ class SwarmPoller:
         return max(self._period, IDLE_PERIOD_S if idle else min(self._period * 2**self._failures, IDLE_PERIOD_S))
 
     def _publish(self, view: SwarmView) -> None:
-        self.latest = PublishedView(view, msgspec.json.encode(view))
+        self.latest = view
         self.was_read.set()
 
 
 async def poll_once(
-    source: SwarmSource, addresses: Sequence[str], period: float, opinions: Mapping[str, Opinion] = NO_OPINIONS
+    source: DhtSource, addresses: Sequence[str], period: float, opinions: Mapping[str, Opinion] = NO_OPINIONS
 ) -> SwarmView:
     """Read the current state without a `SwarmPoller`. Raises what the source raises.
 

@@ -348,9 +348,7 @@ def _server_view(
         sparse=server.sparse,
         perplexity_loss=server.perplexity_loss,
         exit_blocks=server.exit_blocks,
-        audits=_audits_view(opinion) if opinion is not None else None,
+        audits=AuditsView(opinion.agreed, opinion.differed, opinion.probability, opinion.is_quarantined)
+        if opinion is not None
+        else None,
     )
-
-
-def _audits_view(opinion: Opinion) -> AuditsView:
-    return AuditsView(opinion.agreed, opinion.differed, opinion.probability, opinion.is_quarantined)

@@ -5,35 +5,22 @@ from __future__ import annotations
 from swarm.data_structures import WeightDigests
 from swarm.dht.directory import fetch_servers
 from swarm.dht.validation import AnnouncementValidator
-from swarm.models.checkpoints.checkpoint import Checkpoint, open_checkpoint
+from swarm.models.checkpoints.checkpoint import Checkpoint
 from swarm.models.checkpoints.footprint import memory_footprint
 from swarm.models.checkpoints.partial_loading import resolve_dtype
-from swarm.models.weights.quantization import INT4, NF4, NONE
+from swarm.models.weights.quantization import INT4, NF4
 from swarm.planning.device_group import ModelSize
 from swarm.routing.compatibility import CompatibleServers, compatible_servers
 from swarm.transport.p2p import P2PConfig, Peer
 
 
-def open_model(
-    model: str | None, revision: str | None, dtype: str = "auto", quant: str = NONE
-) -> tuple[Checkpoint, ModelSize]:
-    """Open a model's checkpoint and compute its size. No weights are read.
+def model_size(checkpoint: Checkpoint, dtype: str, quant: str) -> ModelSize:
+    """The size of a model. No weights are read.
 
     Args:
-        model: local folder or hub id; None for the demo model.
         dtype: data type that the servers compute in; "auto" for the checkpoint's own.
         quant: quantization of the servers' weights; "nf4" is counted as int4, which is larger.
-
-    Raises:
-        ModelNotFound: there is no such model.
-        CheckpointError: the checkpoint cannot be used.
     """
-    checkpoint = open_checkpoint(model, revision=revision)
-    return checkpoint, model_size(checkpoint, dtype, quant)
-
-
-def model_size(checkpoint: Checkpoint, dtype: str, quant: str = NONE) -> ModelSize:
-    """The size of an open checkpoint; the arguments are those of `open_model`."""
     resolved = resolve_dtype(dtype, checkpoint.config)
     needs = memory_footprint(checkpoint, resolved, INT4 if quant == NF4 else quant)
     hidden_bytes = checkpoint.config.hidden_size * resolved.itemsize

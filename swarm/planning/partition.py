@@ -124,7 +124,8 @@ class _RingRecursion:
         self._group = group
         self._cost = cost
         self._combine = combine
-        start = {self._state(0, device): _start_values(group, entry[device]) for device in range(group.client_index)}
+        nothing_done = np.full(group.model.blocks, np.inf)
+        start = {self._state(0, d): np.append(entry[d], nothing_done) for d in range(group.client_index)}
         self._layers: list[dict[State, Array]] = [start]
         self._finished: list[float] = []
         for _ in range(group.client_index):
@@ -192,12 +193,6 @@ class _RingRecursion:
                 ends = self._combine(before[:, None], self._cost[device][-1])
                 reached = max(reached, *np.flatnonzero(ends.min(axis=0) < np.inf), 0)
         return int(reached)
-
-
-def _start_values(group: DeviceGroup, value: float) -> Array:
-    values = np.full(group.model.blocks + 1, np.inf)
-    values[0] = value
-    return values
 
 
 def plan_of(group: DeviceGroup, placed: Sequence[tuple[int, Span]]) -> PipelinePlan:

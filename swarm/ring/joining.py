@@ -1,9 +1,11 @@
-"""How a worker and a starter join the network, with an identity and a port that stay the same across restarts, and the
-addresses that they tell each other."""
+"""How a worker and a starter join the network: with a folder of their own, an identity and a port that stay the same
+across restarts, and the addresses that they tell each other."""
 
 from __future__ import annotations
 
+import fcntl
 import logging
+import os
 import re
 import socket
 from collections.abc import Iterable
@@ -11,8 +13,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from swarm.common.console import addresses_of_all_interfaces
+from swarm.common.files.folders import data_folder
 from swarm.dht.validation import AnnouncementValidator
-from swarm.errors import AddressUnavailable
+from swarm.errors import AddressUnavailable, FolderInUse, InvalidOption
 from swarm.membership.invite import Invite
 from swarm.protocol.messages.peers import MAX_ADDRESSES
 from swarm.transport.addresses import is_loopback, sort_by_reach
@@ -98,3 +101,46 @@ def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("", 0))
         return int(probe.getsockname()[1])
+
+
+_LOCK = "lock"
+
+
+def default_folder(name: str) -> Path:
+    """The folder for a worker's or a starter's own files. Raises `InvalidOption` if there is no home directory."""
+    folder = data_folder()
+    if folder is None:
+        raise InvalidOption("this user has no home folder; say with --folder where this machine's part is kept")
+    return folder / name
+
+
+class LockedFolder:
+    """A folder, made if it is missing, that is this process's own until `close`.
+
+    Args:
+        whose: such as "worker", for messages.
+
+    Raises:
+        FolderInUse: another process has it.
+        InvalidOption: it cannot be used.
+    """
+
+    def __init__(self, path: Path, whose: str) -> None:
+        self.path = path
+        try:
+            path.mkdir(parents=True, exist_ok=True, mode=0o700)
+            self._descriptor = os.open(path / _LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise InvalidOption(f"--folder {path} cannot be used: {error.strerror}; name another one") from None
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(self._descriptor)
+            raise FolderInUse(
+                f"another {whose} of this machine runs in {path}: end it, or give this one a folder of its own with "
+                "--folder"
+            ) from None
+
+    def close(self) -> None:
+        """Let others have it."""
+        os.close(self._descriptor)

@@ -22,7 +22,7 @@ from swarm.dht.validation import AnnouncementValidator
 from swarm.errors import DhtError, InvalidSpan, ServerClosing, SwarmError, UsageError
 from swarm.metrics.endpoint import MetricsEndpoint
 from swarm.metrics.registry import EventLoopMetrics, new_registry
-from swarm.metrics.server import ServerMetrics, ServerObserver
+from swarm.metrics.server import ServerObserver
 from swarm.protocol import messages
 from swarm.server.compute.compute_thread import ComputeThread
 from swarm.server.config import ServerConfig
@@ -135,7 +135,7 @@ class Server:
         # 1. Metrics, folders of processes that were killed, and torch's threads.
         if options.metrics is not None:
             self._metrics = MetricsEndpoint(new_registry(), options.metrics)
-            self._observer = ServerMetrics(self._metrics.registry)
+            self._observer = ServerObserver(self._metrics.registry)
             self._background_tasks.append(loop.create_task(EventLoopMetrics(self._metrics.registry).run()))
         await self._compute_thread.run(remove_abandoned_folders)
         if options.threads is not None:

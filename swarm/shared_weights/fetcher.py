@@ -12,7 +12,7 @@ import logging
 import time
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from itertools import islice
 from typing import Literal, TypeVar
@@ -261,12 +261,9 @@ class _Fetch:
 
     async def _download(self, holder: str) -> None:
         try:
-            stream = HolderStream(await self._open_stream(holder))
-            self._streams[holder] = stream
-            try:
+            with closing(HolderStream(await self._open_stream(holder))) as stream:
+                self._streams[holder] = stream
                 await self._download_over(stream)
-            finally:
-                stream.close()
             self._choice.note_end(holder)
         except RemoteError as raised:
             is_stalled, error = holder in self._stalled, raised
@@ -343,7 +340,7 @@ class _Fetch:
                 data = await stream.manifest(part)
                 manifest = await asyncio.to_thread(self._store.add_manifest, part, data)
             self._store.require_space([part])
-            begun = self._store.begin(part, await stream.chunk_digests(part, manifest))
+            begun = UnfinishedPart(self._store, part, await stream.chunk_digests(part, manifest))
             await _to_end(begun.open)
             missing = await _to_end(begun.missing)
         except BaseException:

@@ -15,7 +15,7 @@ import os
 import re
 import threading
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -111,18 +111,6 @@ class PartStore:
             self._write_parts_file()
         return manifest
 
-    def begin(self, part: str, chunk_digests: list[bytes]) -> UnfinishedPart:
-        """Go on with a part: what has arrived before is checked and kept. Its manifest must be known.
-
-        Args:
-            chunk_digests: of each of its items, already checked against the items' digests; not needed of items of one
-                chunk.
-
-        Returns:
-            the part, which is to be opened first.
-        """
-        return UnfinishedPart(self, part, chunk_digests)
-
     def needed_bytes(self, parts: Iterable[str]) -> int:
         """Bytes that these parts take beyond what there is of them."""
         return sum(
@@ -192,8 +180,15 @@ class PartStore:
                 return
         replace_file(self.folder / PARTS_FILE, described.encode())
 
-    def _writing(self) -> _Writing:
-        return _Writing(self)
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Turn an `OSError` of writing to the store into an error that says what to do."""
+        try:
+            yield
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise self._no_space(self.needed_bytes(self.manifests)) from None
+            raise self._unusable(error) from None
 
     def _unusable(self, error: OSError) -> WeightsUnavailable:
         return WeightsUnavailable(
@@ -207,22 +202,6 @@ class PartStore:
             f"the weights of {self.model} that are to be received need {format_bytes(needed)} more, and the drive of "
             f"{self.folder} {there}: remove other files, take fewer blocks, or choose another drive with --cache-dir"
         )
-
-
-class _Writing:
-    """Turns an `OSError` of writing to a store into an error that says what to do."""
-
-    def __init__(self, store: PartStore) -> None:
-        self._store = store
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, OSError):
-            if error.errno in (errno.ENOSPC, errno.EDQUOT):
-                raise self._store._no_space(self._store.needed_bytes(self._store.manifests)) from None
-            raise self._store._unusable(error) from None
 
 
 @dataclass(frozen=True)
@@ -239,11 +218,16 @@ class Chunk:
 class UnfinishedPart:
     """A part that is being received. Keeps other processes from receiving it too, until it is finished or closed.
 
-    Its methods block. Those that read and write may run in several threads, also while it is being closed.
+    What has arrived before is checked and kept. It is to be opened first. Its methods block. Those that read and write
+    may run in several threads, also while it is being closed.
+
+    Args:
+        part: whose manifest the store knows.
+        chunk_digests: of each of its items, already checked against the items' digests; not needed of items of one
+            chunk.
     """
 
     def __init__(self, store: PartStore, part: str, chunk_digests: list[bytes]) -> None:
-        """See `PartStore.begin`."""
         self.part = part
         self._store = store
         self._manifest = store.manifests[part]

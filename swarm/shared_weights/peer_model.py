@@ -7,6 +7,7 @@ import logging
 import random
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -192,15 +193,12 @@ class PeerModel:
                 logger.debug("peer …%s: %s", holder[-6:], error)
 
     async def _get_manifests_from(self, holder: str, wanted: Iterable[str]) -> None:
-        stream = HolderStream(await self._open_stream(holder))
-        try:
+        with closing(HolderStream(await self._open_stream(holder))) as stream:
             found = await stream.find(self._store.model, self._store.revision)
             offered = offers(found.digests, self._store.digests)
             for part in wanted:
                 if part in offered:
                     await asyncio.to_thread(self._store.add_manifest, part, await stream.manifest(part))
-        finally:
-            stream.close()
 
     def _fetch(self, file: str) -> Path:
         """`Checkpoint.fetch`: a part's file is received if it is missing."""

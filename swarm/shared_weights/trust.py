@@ -12,6 +12,7 @@ import asyncio
 import hashlib
 import logging
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -126,11 +127,8 @@ async def _ask_all(
 
     async def ask(holder: str) -> TrustedParts | RemoteError:
         try:
-            stream = HolderStream(await open_stream(holder))
-            try:
+            with closing(HolderStream(await open_stream(holder))) as stream:
                 reply = await stream.find(model, revision)
-            finally:
-                stream.close()
         except RemoteError as error:
             return error
         digests = {part: digest.hex() for part, digest in reply.digests.items()}

@@ -9,7 +9,7 @@ import asyncio
 import logging
 import weakref
 from collections.abc import Awaitable, Callable, Iterable
-from contextlib import suppress
+from contextlib import closing, suppress
 
 from hivemind.p2p import P2P, P2PDaemonError, PeerID
 from hivemind.p2p.p2p_daemon_bindings.datastructures import StreamInfo
@@ -96,11 +96,8 @@ class PeerStreams:
         async def ask(peer_id: str) -> None:
             with suppress(PeerLost, ProtocolViolation, TimeoutError):
                 async with asyncio.timeout(ANSWER_TIMEOUT_S):
-                    stream = await self.open(peer_id)
-                    try:
+                    with closing(await self.open(peer_id)) as stream:
                         reply = messages.decode_server((await stream.receive(0)).header)
-                    finally:
-                        stream.close()
                     if isinstance(reply, messages.Refusal) and reply.code == NotAMember.code:
                         raise MembershipError(sanitize_text(reply.message))
 

@@ -9,7 +9,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Iterable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -145,10 +145,7 @@ async def _stream_with_timeout(network: Network, peer_id: str, timeout_s: float)
     """An open stream for `timeout_s` seconds, including the time to connect. Raises `PeerLost` when they are over."""
     try:
         async with asyncio.timeout(timeout_s):
-            stream = await network.open_stream(peer_id)
-            try:
+            with closing(await network.open_stream(peer_id)) as stream:
                 yield stream
-            finally:
-                stream.close()
     except TimeoutError:
         raise PeerLost(f"peer …{peer_id[-6:]} did not answer within {timeout_s:g} s") from None

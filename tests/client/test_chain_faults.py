@@ -191,7 +191,7 @@ def play(model: Any, seed: int) -> list[str]:
 async def require_equal_records(swarm: Swarm, talk: Conversation) -> None:
     """Whatever happened, each honest server that is left can sign what its client knows."""
     await talk.chain._advance(everywhere=True)
-    for hop in talk.chain._hops:
+    for hop in talk.chain._hops.hops:
         server, number = swarm.servers[hop.peer_id], hop.record.last
         session = server.sessions._sessions.get((CLIENT, hop.session_id))
         if session is not None and server.tamper is HONEST and number is not None:

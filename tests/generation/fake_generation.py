@@ -33,7 +33,7 @@ class FakeGeneration:
         self.request, self.on_prompt = request, on_prompt
         self.works = request.prompt[0] > 0
         self.on_event = on_event
-        self.exits = ExitCounts()
+        self.exits: ExitCounts = Counter()
         self.guesses: Counter[tuple[str, bool]] = Counter()
         self.running = False
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +16,7 @@ from swarm.client.early_exit.token_output import ProvisionalStreamer
 from swarm.client.routes.events import ExitTaken, ExitVerified, PromptComputed
 from swarm.client.threads.compute_lock import ComputeLock
 from swarm.generation import sequence_generation
-from swarm.generation.early_exits import ExitCounts, ProvisionalText
+from swarm.generation.early_exits import ExitCounts, ProvisionalText, count_exit, exit_details
 from swarm.generation.sequence_generation import (
     PromptProgress,
     SequenceEnd,
@@ -28,28 +29,28 @@ from swarm.models.tokenizers.tokenizer import load_tokenizer
 
 
 def counted(*events: ExitTaken | ExitVerified) -> ExitCounts:
-    counts = ExitCounts()
+    counts: ExitCounts = Counter()
     for event in events:
-        counts.count(event)
+        count_exit(counts, event)
     return counts
 
 
 def test_exits_are_counted_by_boundary():
     counts = counted(ExitTaken(8), ExitTaken(4), ExitTaken(4), ExitVerified(4, True), ExitVerified(8, False))
-    assert counts.details() == [
+    assert exit_details([counts]) == [
         {"block": 4, "taken": 2, "stood": 1, "given_up": 0},
         {"block": 8, "taken": 1, "stood": 0, "given_up": 1},
     ]
-    assert ExitCounts().details() == []
+    assert exit_details([Counter()]) == []
 
 
 def test_the_sequences_of_a_request_are_added_up():
     first, second = counted(ExitTaken(4), ExitVerified(4, True)), counted(ExitTaken(4), ExitTaken(6))
-    assert ExitCounts.total([first, second, ExitCounts()]).details() == [
+    assert exit_details([first, second, Counter()]) == [
         {"block": 4, "taken": 2, "stood": 1, "given_up": 0},
         {"block": 6, "taken": 1, "stood": 0, "given_up": 0},
     ]
-    assert first.details() == [{"block": 4, "taken": 1, "stood": 1, "given_up": 0}]
+    assert exit_details([first]) == [{"block": 4, "taken": 1, "stood": 1, "given_up": 0}]
 
 
 def letters(tokens: list[int]) -> str:

@@ -184,7 +184,7 @@ def test_machines_behind_one_router_use_no_relay_among_themselves_and_others_rea
 
 def from_outside(host: Host, address: str) -> dict[str, str]:
     """What `swarm doctor` says about how a machine is reached."""
-    command = (sys.executable, "-m", "swarm.cli.doctor.command", "--json", "--initial-peers", address)
+    command = (sys.executable, "-m", "swarm.cli", "doctor", "--json", "--initial-peers", address)
     done = subprocess.run(host.command(*command), capture_output=True, text=True, check=False, timeout=300)
     findings = json.loads(done.stdout)
     return next(finding for finding in findings if finding["check"] == "From outside")

@@ -8,7 +8,7 @@ from swarm.metrics.client import ClientMetrics
 from swarm.metrics.dht import BootstrapMetrics
 from swarm.metrics.gateway import GatewayMetrics
 from swarm.metrics.registry import EventLoopMetrics, new_registry
-from swarm.metrics.server import ServerMetrics
+from swarm.metrics.server import ServerObserver
 
 SUFFIXES = {"counter": ("",), "gauge": ("",), "histogram": ("_bucket", "_count", "_sum")}
 
@@ -35,7 +35,7 @@ def declared() -> list[Instrument]:
     """The instruments of all rooms."""
     registry = new_registry()
     EventLoopMetrics(registry)
-    ServerMetrics(registry)
+    ServerObserver(registry)
     ClientMetrics(registry)
     GatewayMetrics(registry)
     BootstrapMetrics(registry, lambda: 0, lambda: 0, lambda: 0)

@@ -15,7 +15,7 @@ from swarm.errors import AddressUnavailable, InvalidOption
 from swarm.metrics import endpoint
 from swarm.metrics.endpoint import MetricsAddress, MetricsEndpoint
 from swarm.metrics.registry import Registry
-from swarm.metrics.server import ServerMetrics
+from swarm.metrics.server import ServerObserver
 from tests.metrics.readings import parse, value
 
 PATIENCE = 60.0
@@ -25,7 +25,7 @@ FREE = MetricsAddress("127.0.0.1", 0)
 @pytest.fixture
 def served() -> Iterator[MetricsEndpoint]:
     registry = Registry()
-    ServerMetrics(registry).session_opened()
+    ServerObserver(registry).session_opened()
     one = MetricsEndpoint(registry, FREE)
     yield one
     one.close()

@@ -129,13 +129,13 @@ def test_it_looks_again_and_again():
         await poller.start()
         await poller.was_read.wait()
         # It is shown before it is measured.
-        await until(lambda: poller.latest.view.models[0].servers[0].round_trip is not None)
+        await until(lambda: poller.latest.models[0].servers[0].round_trip is not None)
         seen = poller.latest
-        assert seen.view.models[0].servers[0].round_trip == 0.02
-        assert msgspec.json.decode(seen.data, type=SwarmView) == seen.view
+        assert seen.models[0].servers[0].round_trip == 0.02
+        assert msgspec.json.decode(msgspec.json.encode(seen), type=SwarmView) == seen
         swarm.found = (found(4, server_info(0, 2, "one")),)
-        await until(lambda: not poller.latest.view.models[0].complete)
-        assert poller.latest.view.models[0].missing[0].start == 2
+        await until(lambda: not poller.latest.models[0].complete)
+        assert poller.latest.models[0].missing[0].start == 2
         assert poller.history.models["org/model"].points[-1].covered == 2
         await poller.stop()
         assert swarm.closed
@@ -150,14 +150,14 @@ def test_a_swarm_that_cannot_be_reached_is_tried_again_and_what_was_seen_stays(c
         poller = poller_of(swarm)
         await poller.start()
         await poller.was_read.wait()
-        assert (poller.latest.view.problem, poller.latest.view.models) == ("none of the initial peers answered", ())
+        assert (poller.latest.problem, poller.latest.models) == ("none of the initial peers answered", ())
         swarm.error = None
-        await until(lambda: not poller.latest.view.problem)
-        assert poller.latest.view.models[0].complete
+        await until(lambda: not poller.latest.problem)
+        assert poller.latest.models[0].complete
         swarm.error = RuntimeError("something new")
-        await until(lambda: poller.latest.view.problem)
-        assert "something new" in poller.latest.view.problem
-        assert poller.latest.view.models[0].complete
+        await until(lambda: poller.latest.problem)
+        assert "something new" in poller.latest.problem
+        assert poller.latest.models[0].complete
         await poller.stop()
 
     run(scenario())

@@ -40,7 +40,7 @@ class WorkerProcess:
 
     def start(self, *options: str) -> None:
         """Start it, at the address where it was before if it was killed."""
-        arguments = ("swarm.cli.worker", "--folder", str(self.folder), "--name", self._name, *options)
+        arguments = ("swarm.cli", "worker", "--folder", str(self.folder), "--name", self._name, *options)
         environment = {"TMPDIR": str(self._temporary), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
         self.process = PeerProcess((*arguments, "--host-maddrs", self._address), environment)
         self.line = self.process.wait_for(r"^(swarm-worker:\S+)")[1]

@@ -13,6 +13,7 @@ from swarm.planning.device_group import ModelSize
 from swarm.protocol.messages import Assign, DeviceReport, Holding, WeightHolder, WorkerEvent
 from swarm.ring.pairing import WorkerLine
 from swarm.ring.starter.life import RingModel, RingWatcher, StarterLife
+from swarm.ring.starter.ring_options import RingOptions
 from swarm.ring.starter.ring_plan import RingDevice
 from swarm.ring.starter.worker_link import WorkerLink
 from swarm.ring.worker.life import WorkerLife
@@ -123,7 +124,7 @@ MODEL = RingModel(
     "float32",
     digests={part: bytes(32) for part in ("files", "client", *map(str, range(BLOCKS)))},
     part_bytes=dict.fromkeys(("files", "client", *map(str, range(BLOCKS))), BLOCK_BYTES),
-    cache_tokens=1,
+    options=RingOptions(model=None, workers=(), cache_tokens=1),
 )
 
 

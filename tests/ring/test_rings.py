@@ -137,7 +137,7 @@ def test_texts_survive_a_worker_that_is_killed(machines):
 @pytest.mark.slow
 def test_a_ring_survives_its_starter(machines):
     arguments = (
-        *("swarm.cli.ring", str(machines.model), "--workers", machines.lines[0], "--workers", machines.lines[1]),
+        *("swarm.cli", "ring", str(machines.model), "--workers", machines.lines[0], "--workers", machines.lines[1]),
         *("--folder", str(machines.folder / "starter"), "--host-maddrs", LOOPBACK, "--cache-tokens", "1024"),
         *("--partition", "2+2+2", "--threads", "1", "--save", str(machines.folder / "ring.yaml")),
     )
@@ -151,7 +151,7 @@ def test_a_ring_survives_its_starter(machines):
         first.kill()
     for worker in machines.workers:
         worker.process.wait_for("The starter is gone")
-    again = ("swarm.cli.ring", str(machines.folder / "ring.yaml"), *arguments[6:8], "--host-maddrs", address)
+    again = ("swarm.cli", "ring", str(machines.folder / "ring.yaml"), *arguments[7:9], "--host-maddrs", address)
     second = PeerProcess(again, environment)
     try:
         second.wait_for(r"The ring is complete: 2\+2\+2")

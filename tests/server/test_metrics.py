@@ -16,7 +16,7 @@ from swarm.cli.local_swarm import LOOPBACK, PeerProcess
 from swarm.errors import AddressUnavailable
 from swarm.metrics.endpoint import MetricsAddress
 from swarm.metrics.registry import Registry, encode_metrics
-from swarm.metrics.server import ServerMetrics
+from swarm.metrics.server import ServerObserver
 from swarm.models.execution.span_model import SpanModel
 from swarm.protocol import messages
 from swarm.server.compute.engine import Engine
@@ -53,7 +53,7 @@ class Counted(conversations.Server):
     def __init__(self, model: SpanModel) -> None:
         super().__init__(model)
         self.registry = Registry()
-        metrics = ServerMetrics(self.registry)
+        metrics = ServerObserver(self.registry)
         self.sessions = SessionTable(64, lambda: self.now, peer_share=1.0, observer=metrics)
         self.adapters = AdapterStore(lambda: self.now, ADAPTERS, metrics)
         engine, limits = Engine(self.runtime, 64, metrics), RequestLimits(step_tokens=16, backward_tokens=12)

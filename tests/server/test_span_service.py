@@ -127,6 +127,7 @@ class Counting(ServerObserver):
     """Remembers what was read from flash."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.used: list[FlashUse] = []
 
     def flash_used(self, use: FlashUse) -> None:

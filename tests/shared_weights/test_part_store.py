@@ -25,7 +25,7 @@ from swarm.shared_weights.manifest import (
     chunk_digest,
     item_digest,
 )
-from swarm.shared_weights.part_store import Chunk, PartStore, default_root, file_name, folder_name
+from swarm.shared_weights.part_store import Chunk, PartStore, UnfinishedPart, default_root, file_name, folder_name
 
 MODEL, REVISION, BLOCKS = "org/model", "main", 3
 SIZES = (5, 0, CHUNK_BYTES + 3, 2 * CHUNK_BYTES, 9)
@@ -76,7 +76,7 @@ def store_with_manifests(root: Path, *sources: Source) -> PartStore:
 @contextmanager
 def begun(store: PartStore, source: Source):
     """A part that is being received."""
-    part = store.begin(source.part, source.digests)
+    part = UnfinishedPart(store, source.part, source.digests)
     part.open()
     try:
         yield part
@@ -206,7 +206,7 @@ def test_two_processes_do_not_receive_the_same_part(tmp_path):
     first, second = store_with_manifests(tmp_path, BLOCK), open_store(tmp_path, BLOCK)
     with begun(first, BLOCK):
         with pytest.raises(WeightsUnavailable, match=r"another process receives part 0.*--cache-dir"):
-            second.begin("0", BLOCK.digests).open()
+            UnfinishedPart(second, "0", BLOCK.digests).open()
     receive(second, BLOCK)
 
 

@@ -6,15 +6,11 @@ import signal
 import sys
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any
 
 import click
 
 from swarm.common import console
 from swarm.errors import InvalidOption
-
-if TYPE_CHECKING:
-    from swarm.cli.chat.swarm_backend import SwarmBackend
 
 
 @click.command(name="chat", cls=console.MultiAddressCommand)
@@ -63,8 +59,24 @@ def main(
     signal.signal(signal.SIGTERM, _exit_on_signal)
     terminal = Terminal()
     peers = console.split_addresses(initial_peers)
-    network = {"digests": digests, "opinions": opinions}
-    backend = _make_backend(terminal.interactive, model, peers, membership, weights_from, audit, **network)
+    if not peers:
+        raise InvalidOption(
+            f"a swarm is required: give --initial-peers ADDRESS..., or set {console.INITIAL_PEERS_VARIABLE}"
+        )
+    from swarm.transport.addresses import parse_peers
+
+    peers = parse_peers(peers)  # before the slow imports
+    if terminal.interactive:
+        click.echo("Joining the swarm ...", err=True)
+    from swarm.cli.chat.swarm_backend import SwarmBackend
+    from swarm.client.config import NetworkOptions, parse_share
+    from swarm.transport.p2p import quiet_hivemind
+
+    quiet_hivemind()
+    network = NetworkOptions(audit=parse_share("--audit", audit), digests=digests, opinions=opinions)
+    backend = SwarmBackend(
+        model, initial_peers=peers, membership=membership, network=network, weights_from=weights_from
+    )
     try:
         backend.add_drafts(drafts)
         options = AnswerOptions(temperature, max_tokens, early_exit)
@@ -73,36 +85,5 @@ def main(
         backend.close()
 
 
-def _make_backend(
-    interactive: bool,
-    model: str | None,
-    peers: tuple[str, ...],
-    membership: str | None,
-    weights_from: str,
-    audit: str,
-    **network: Any,
-) -> SwarmBackend:
-    if not peers:
-        raise InvalidOption(
-            f"a swarm is required: give --initial-peers ADDRESS..., or set {console.INITIAL_PEERS_VARIABLE}"
-        )
-    from swarm.transport.addresses import parse_peers
-
-    peers = parse_peers(peers)  # before the slow imports
-    if interactive:
-        click.echo("Joining the swarm ...", err=True)
-    from swarm.cli.chat.swarm_backend import SwarmBackend
-    from swarm.client.config import NetworkOptions, parse_share
-    from swarm.transport.p2p import quiet_hivemind
-
-    quiet_hivemind()
-    options = NetworkOptions(audit=parse_share("--audit", audit), **network)
-    return SwarmBackend(model, initial_peers=peers, membership=membership, network=options, weights_from=weights_from)
-
-
 def _exit_on_signal(number: int, frame: FrameType | None) -> None:
     sys.exit(128 + number)  # an exception, so that the terminal is restored
-
-
-if __name__ == "__main__":
-    main(prog_name="python -m swarm.cli.chat.command")

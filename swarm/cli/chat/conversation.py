@@ -78,18 +78,6 @@ class InvalidCommand(UsageError):
 
 
 @dataclass(frozen=True)
-class ConversationMessage:
-    """One message.
-
-    Attributes:
-        role: "system", "user" or "assistant".
-    """
-
-    role: str
-    content: str
-
-
-@dataclass(frozen=True)
 class AnswerOptions:
     """How answers are generated; None takes the model's default.
 
@@ -101,6 +89,9 @@ class AnswerOptions:
     max_tokens: int | None = None
     early_exit: float | None = None
 
+
+Message = dict[str, str]
+"""As chat templates and OpenAI's interface have it: `role` is "system", "user" or "assistant", and `content` a text."""
 
 OnPiece = Callable[[ReplyPiece], None]
 """Called with each piece of an answer."""
@@ -116,19 +107,19 @@ class Conversation:
     """
 
     system: str = ""
-    exchanged: tuple[ConversationMessage, ...] = ()
+    exchanged: tuple[Message, ...] = ()
 
     @property
-    def messages(self) -> tuple[ConversationMessage, ...]:
+    def messages(self) -> tuple[Message, ...]:
         """All messages, as the model receives them."""
-        system = (ConversationMessage("system", self.system),) if self.system else ()
+        system = ({"role": "system", "content": self.system},) if self.system else ()
         return (*system, *self.exchanged)
 
     def with_question(self, text: str) -> Conversation:
-        return replace(self, exchanged=(*self.exchanged, ConversationMessage("user", text)))
+        return replace(self, exchanged=(*self.exchanged, {"role": "user", "content": text}))
 
     def with_answer(self, text: str) -> Conversation:
-        return replace(self, exchanged=(*self.exchanged, ConversationMessage("assistant", text)))
+        return replace(self, exchanged=(*self.exchanged, {"role": "assistant", "content": text}))
 
     def without_last_answer(self) -> Conversation:
         """The conversation up to the last question.
@@ -137,7 +128,7 @@ class Conversation:
             InvalidCommand: there is no question yet.
         """
         for count in range(len(self.exchanged), 0, -1):
-            if self.exchanged[count - 1].role == "user":
+            if self.exchanged[count - 1]["role"] == "user":
                 return replace(self, exchanged=self.exchanged[:count])
         raise InvalidCommand("there is no question yet that could be answered again")
 

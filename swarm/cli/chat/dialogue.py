@@ -237,7 +237,7 @@ class Dialogue:
     def _save(self, name: str) -> None:
         if not name:
             raise InvalidCommand("/save FILE: the name of the file is missing")
-        messages = [{"role": message.role, "content": message.content} for message in self.conversation.messages]
+        messages = self.conversation.messages
         path = Path(name).expanduser()
         try:
             with path.open("x", encoding="utf-8") as file:

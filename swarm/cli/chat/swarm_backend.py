@@ -10,7 +10,7 @@ from typing import Any
 
 from swarm.cli.chat.conversation import (
     AnswerOptions,
-    ConversationMessage,
+    Message,
     NoticePiece,
     OnPiece,
     ProgressPiece,
@@ -58,7 +58,7 @@ class SwarmBackend:
         """Let drafts guess in all answers; see `swarm.generation.served_model.add_drafts`."""
         add_drafts([self._served], drafts)
 
-    def answer(self, messages: Sequence[ConversationMessage], options: AnswerOptions, on_piece: OnPiece) -> None:
+    def answer(self, messages: Sequence[Message], options: AnswerOptions, on_piece: OnPiece) -> None:
         """Answer the last message. Ctrl-C ends the answer and its session with `KeyboardInterrupt`.
 
         Raises `SwarmError`: the answer failed.
@@ -70,10 +70,10 @@ class SwarmBackend:
         self._runner.close()
         self._served.close()
 
-    async def _answer(self, messages: Sequence[ConversationMessage], options: AnswerOptions, on_piece: OnPiece) -> None:
+    async def _answer(self, messages: Sequence[Message], options: AnswerOptions, on_piece: OnPiece) -> None:
         sequences = chat_sequences(
             self._served,
-            [{"role": message.role, "content": message.content} for message in messages],
+            messages,
             SequenceRequest(
                 temperature=options.temperature,
                 max_tokens=options.max_tokens,

@@ -144,7 +144,3 @@ async def _run_check(name: str, check: Callable[[], Finding]) -> Finding:
 
 def _coloured_on_terminal(text: str) -> str:
     return text if sys.stdout.isatty() and "NO_COLOR" not in os.environ else click.unstyle(text)
-
-
-if __name__ == "__main__":
-    main(prog_name="python -m swarm.cli.doctor.command")

@@ -79,11 +79,8 @@ def check_gpu(requested: str) -> Finding:
         return verdicts.no_gpu(Path("/proc/driver/nvidia/version").exists(), torch.version.cuda)
     properties = torch.cuda.get_device_properties(device)
     free, total = torch.cuda.mem_get_info(device)
-    return verdicts.gpu(
-        verdicts.GpuProperties(
-            properties.name, total, free, (properties.major, properties.minor), _cuda_driver_version()
-        )
-    )
+    capability = properties.major, properties.minor
+    return verdicts.gpu(properties.name, total, free, capability, _cuda_driver_version())
 
 
 def computes_on_gpu(requested: str) -> bool:

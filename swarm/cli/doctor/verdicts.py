@@ -102,27 +102,16 @@ def package(name: str, version: str | None, required: str, fits: bool) -> Findin
     return ok(name, version)
 
 
-@dataclass(frozen=True)
-class GpuProperties:
-    """What torch reports about a GPU.
+def gpu(name: str, memory: int, free: int, capability: tuple[int, int], driver: str) -> Finding:
+    """Report what torch says about a GPU.
 
-    Attributes:
+    Args:
         memory, free: bytes.
         driver: CUDA version that the driver supports, such as "12.8"; "" if unknown.
     """
-
-    name: str
-    memory: int
-    free: int
-    capability: tuple[int, int]
-    driver: str
-
-
-def gpu(found: GpuProperties) -> Finding:
-    capability = ".".join(map(str, found.capability))
-    memory = f"{format_bytes(found.free)} of {format_bytes(found.memory)} free"
-    said = f"{found.name}, {memory}, compute capability {capability}"
-    return ok("GPU", said + (f", driver for CUDA {found.driver}" if found.driver else ""))
+    room = f"{format_bytes(free)} of {format_bytes(memory)} free"
+    said = f"{name}, {room}, compute capability {capability[0]}.{capability[1]}"
+    return ok("GPU", said + (f", driver for CUDA {driver}" if driver else ""))
 
 
 def execution(chosen: str, recorded: bool) -> Finding:

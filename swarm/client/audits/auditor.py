@@ -30,7 +30,6 @@ from swarm.client.wire.packed_hidden import PackedHidden
 from swarm.common.large_payloads import in_thread
 from swarm.data_structures import Hop, Route, ServerInfo, Span, StepLayout
 from swarm.errors import MissingBlocks, SwarmError
-from swarm.protocol.compression import decode_tensor, encode_tensor
 from swarm.routing.router import Alternative
 from swarm.routing.suspicion import Agreement, Suspicions
 from swarm.trust.comparison import Verdict, difference, majority
@@ -51,8 +50,6 @@ CLOSE_TIMEOUT_S = 5.0
 AUDIT_TIMEOUT_S = 120.0
 """Seconds that a server gets for a sample."""
 
-_CPU = torch.device("cpu")
-
 
 class Auditor:
     """The audits of one client; implements `SampleTaker`. For the network thread.
@@ -64,7 +61,6 @@ class Auditor:
         file: where the opinions are kept; None to forget them when the client ends.
         emit: receives an event for each audit.
         chance: draws what is audited, and by whom.
-        now: a clock in seconds.
 
     Attributes:
         tokens: token-blocks that were computed again, so far.
@@ -78,7 +74,6 @@ class Auditor:
         file: OpinionFile | None = None,
         emit: EventListener = ignore_events,
         chance: random.Random | None = None,
-        now: Callable[[], float] = time.monotonic,
     ) -> None:
         self.tokens = 0
         self._servers = servers
@@ -89,13 +84,12 @@ class Auditor:
             file.load(suspicions)
         self._emit = emit
         self._chance = chance if chance is not None else random.SystemRandom()
-        self._now = now
         self._waiting: deque[WorkSample] = deque()
         self._task: asyncio.Task[None] | None = None
 
     def wants(self, hop: Hop) -> bool:
         """Whether to audit this work: a new draw for each call. False if no server could be asked about it."""
-        rate = self._suspicions.audit_rate(hop.server.peer_id, self._rate, self._now())
+        rate = self._suspicions.audit_rate(hop.server.peer_id, self._rate, time.monotonic())
         return self._chance.random() < rate and any(is_witness(one, hop) for one in self._servers())
 
     def take(self, sample: WorkSample) -> None:
@@ -129,9 +123,10 @@ class Auditor:
 
     async def audit(self, sample: WorkSample) -> None:
         """Find out whether a sample is right, and note what follows from that."""
-        results = {sample.hop.server.peer_id: await in_thread(_claimed, sample)}
+        claimed = [(part.layout, part.outputs) for part in sample.parts]
+        results = {sample.hop.server.peer_id: await in_thread(_own_tokens, claimed, sample)}
         able = [one for one in self._servers() if is_witness(one, sample.hop)]
-        for witness in self._suspicions.witnesses(able, self._chance, self._now()):
+        for witness in self._suspicions.witnesses(able, self._chance, time.monotonic()):
             if len(results) > MAX_WITNESSES:
                 break
             try:
@@ -170,7 +165,7 @@ class Auditor:
         return await in_thread(_own_tokens, list(zip(layouts, outputs, strict=True)), sample)
 
     def _conclude(self, sample: WorkSample, verdict: Verdict) -> None:
-        now = self._now()
+        now = time.monotonic()
         for peer_id, (agreement, found) in verdict.items():
             before = self._suspicions.of(peer_id, now).is_quarantined
             opinion = self._suspicions.record(peer_id, agreement, now)
@@ -203,24 +198,16 @@ def is_witness(server: ServerInfo, hop: Hop) -> bool:
 
 def _as_sent(hidden: PackedHidden, context: SessionContext) -> PackedHidden:
     """Inputs in the format in which this client sends all inputs; as for a replay, if they would not stay the same."""
-    shape, wire = (hidden.tokens, hidden.hidden_size), context.options.wire
-    flat = decode_tensor(hidden.payload, *shape, hidden.wire, hidden.dtype, _CPU)
-    payload = encode_tensor(flat, wire)
-    is_same = torch.equal(decode_tensor(payload, *shape, wire, hidden.dtype, _CPU), flat)
-    return PackedHidden(payload, *shape, wire, hidden.dtype) if is_same else hidden
-
-
-def _claimed(sample: WorkSample) -> torch.Tensor:
-    """What the audited server gave."""
-    return _own_tokens([(part.layout, part.outputs) for part in sample.parts], sample)
+    flat = hidden.decoded()
+    sent = PackedHidden.of(flat, context.options.wire, hidden.dtype)
+    return sent if torch.equal(sent.decoded(), flat) else hidden
 
 
 def _own_tokens(parts: list[tuple[StepLayout, PackedHidden]], sample: WorkSample) -> torch.Tensor:
     """The tokens that the audited server has computed, `[tokens, hidden]`."""
     kept = []
     for layout, hidden in parts:
-        flat = decode_tensor(hidden.payload, hidden.tokens, hidden.hidden_size, hidden.wire, hidden.dtype, _CPU)
-        rows = flat.split(list(layout.counts))
+        rows = hidden.decoded().split(list(layout.counts))
         kept += [
             row[max(0, sample.own_from - start) :] for row, start in zip(rows, layout.starts, strict=True) if len(row)
         ]

@@ -35,7 +35,6 @@ from swarm.data_structures import Hop, StepLayout, WireFormat
 from swarm.errors import PeerLost, PeerTimeout, WrongDtype
 from swarm.protocol import messages
 from swarm.protocol.adapter_encoding import gradient_bytes
-from swarm.protocol.compression import decode_tensor, encode_tensor
 from swarm.protocol.framing import Frame
 from swarm.transport.stream import Network, Stream
 
@@ -43,8 +42,6 @@ T = TypeVar("T")
 
 MAX_SCALE_EXPONENT = 100
 """Largest exponent of the power of two that scales gradients, so that float32 can represent the factor."""
-
-_CPU = torch.device("cpu")
 
 IDLE_TIMEOUT_S = 30.0
 """Seconds after which an idle stream is closed."""
@@ -97,14 +94,12 @@ def pack_scaled(gradient_TH: torch.Tensor, wire: WireFormat, dtype: str) -> tupl
     largest = float(gradient_TH.abs().max())
     exponent = max(-MAX_SCALE_EXPONENT, min(MAX_SCALE_EXPONENT, math.frexp(largest)[1]))
     scaled = (gradient_TH * 2.0**-exponent).to(HIDDEN_DTYPES[dtype] if wire is WireFormat.NONE else torch.float32)
-    packed = PackedHidden(encode_tensor(scaled, wire), gradient_TH.shape[0], gradient_TH.shape[1], wire, dtype)
-    return packed, 2.0**exponent
+    return PackedHidden.of(scaled, wire, dtype), 2.0**exponent
 
 
 def unpack_scaled(packed: PackedHidden, factor: float) -> torch.Tensor:
     """The gradient in a reply, `[tokens, hidden_size]`, float32, with the scale of `pack_scaled` undone."""
-    flat = decode_tensor(packed.payload, packed.tokens, packed.hidden_size, packed.wire, packed.dtype, _CPU)
-    return flat.float() * factor
+    return packed.decoded().float() * factor
 
 
 class StreamPool:

@@ -89,7 +89,7 @@ class Chain:
         A server answers this client after it has pushed to the next server; a timing that has not come yet is that of
         the step before.
         """
-        return self._hops.timings
+        return tuple(timing for hop in self._hops.hops if (timing := hop.progress.clock.timing) is not None)
 
     async def open(self, prefix: Prefix | None = None, room_timeout: float | None = None) -> int:
         """Reserve cache space on the servers of a route; with how many tokens of a prefix of one sequence it begins.
@@ -183,7 +183,7 @@ class Chain:
         """What a step under way is in front of `block` (or behind the last one), if that has come to this client."""
         if block == self._context.span.end:
             return self._outputs.get(number)
-        for hop in self._hops:
+        for hop in self._hops.hops:
             if hop.hop.span.start == block:
                 step = hop.history.find(number)
                 return step.hidden if step is not None else None
@@ -238,10 +238,10 @@ class Chain:
                 await self._advance(everywhere=True)
         except (TimeoutError, SwarmError):
             return None
-        if not all(hop.is_sound and not hop.progress.stale for hop in self._hops):
+        if not all(hop.is_sound and not hop.progress.stale for hop in self._hops.hops):
             return None
         outputs = self._hops.outputs.copy() if self._context.samples is not None else None
-        return ChainState(tuple((hop.hop, hop.session_id, hop.history.copy()) for hop in self._hops), outputs)
+        return ChainState(tuple((hop.hop, hop.session_id, hop.history.copy()) for hop in self._hops.hops), outputs)
 
     async def close(self, keep: int = 0) -> None:
         """Free the session on all servers, except for `keep` positions that they may keep."""

@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from swarm.client.chain.prefix import PrefixHop, histories
+from swarm.client.chain.prefix import PrefixHop
 from swarm.client.hops.hop_progress import NO_STEP
 from swarm.client.hops.hop_session import CACHE_WAIT_S, HopSession, SessionContext
-from swarm.client.hops.input_history import InputHistory
+from swarm.client.hops.input_history import InputHistory, first_tokens
 from swarm.client.routes.events import Replayed
 from swarm.client.routes.route_source import MIN_ROUTES_TRIED, MissingBlocksWait, is_worth_another_server, not_finite
 from swarm.client.wire.packed_hidden import PackedHidden
@@ -137,9 +137,9 @@ class HopOpener:
             )
             longest = max(hop.begun for hop in hops)
             length = min(hop.begun for hop in hops if hop.begun >= longest / 2)
-            for hop, history, result in zip(hops, histories(parts, length), results, strict=True):
+            for hop, part, result in zip(hops, parts, results, strict=True):
                 if length:
-                    hop.history, hop.filled_to = history, length
+                    hop.history, hop.filled_to = InputHistory((first_tokens(part.inputs, length),)), length
                 if hop.begun < length:
                     hop.progress.on_forgotten()
                 if isinstance(result, RemoteError):

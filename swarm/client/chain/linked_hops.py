@@ -19,7 +19,7 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 from swarm.client.chain.hop_opening import CacheContents, HopOpener, close_all, joined_span, neighbors_of, route_of
 from swarm.client.chain.late import Alarm, Standby, Standbys, none_late_before
@@ -37,7 +37,7 @@ from swarm.client.wire.packed_hidden import PackedHidden
 from swarm.client.wire.reply_checks import describe_hop
 from swarm.common.kept_errors import without_frames
 from swarm.common.weak_callback import weak_callback
-from swarm.data_structures import HopTiming, Route
+from swarm.data_structures import Route
 from swarm.errors import (
     CacheFull,
     MissingBlocks,
@@ -106,14 +106,6 @@ class LinkedHops:
         """A step from which a server made NaN, and that server. Another one is asked now."""
         self._not_finite: NotFiniteOutputs | None = None
         """The last server that produced NaN or infinity: the error to raise if no other server does better."""
-
-    def __iter__(self) -> Iterator[HopSession]:
-        return iter(self.hops)
-
-    @property
-    def timings(self) -> tuple[HopTiming, ...]:
-        """Of the last step, one a hop; see `Chain.timings`."""
-        return tuple(timing for hop in self.hops if (timing := hop.progress.clock.timing) is not None)
 
     @property
     def are_catching_up(self) -> bool:

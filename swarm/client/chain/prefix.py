@@ -6,12 +6,11 @@ can tell its tokens. This client keeps what went into each server, and replays i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
-from swarm.client.hops.input_history import InputHistory, TokenRuns, first_tokens, run_bytes
+from swarm.client.hops.input_history import InputHistory, TokenRuns, run_bytes
 from swarm.client.local_blocks import LocalSession
 from swarm.data_structures import Hop
 
@@ -110,8 +109,3 @@ def prefix_source(
         if runs is not None
     ]
     return PrefixSource(length, tuple(hops), outputs, adapter, local, connection) if len(hops) == len(inputs) else None
-
-
-def histories(hops: Sequence[PrefixHop], length: int) -> list[InputHistory]:
-    """Of each hop, the history of a session that begins with the first `length` tokens."""
-    return [InputHistory((first_tokens(one.inputs, length),)) for one in hops]

@@ -81,8 +81,6 @@ class HopClock:
         timing: what the steps of the newest call took together; None before the first answer.
         slowness: how many times longer than usual the last answer took whose start is known.
         measured: how many answers have told how long the server takes.
-
-    Args:
         timeouts: learns from the answers how long they may take.
     """
 
@@ -92,18 +90,10 @@ class HopClock:
         self.slowness = 1.0
         self.measured = 0
         self._newest: tuple[float, int] | None = None
-        self._timeouts = timeouts
+        self.timeouts = timeouts
         self._start = 0.0
         self._timed_step: int | None = None
         """The step that is known to have become the server's next one at `_start`."""
-
-    def timeout(self, tokens: int) -> float:
-        """Seconds that `tokens` may take."""
-        return self._timeouts.timeout(tokens)
-
-    def refill_seconds(self, tokens: int) -> float:
-        """What it takes to fill an empty cache with `tokens` tokens, at the best that was seen."""
-        return self._timeouts.refill_seconds(tokens)
 
     def late_at(self, slowness: float) -> float:
         """`late_from`, if answers take `slowness` times longer than usual just now."""
@@ -132,8 +122,8 @@ class HopClock:
         """
         if number == first:
             self._start, self._timed_step = now, number
-        self.deadline = self._start + self._timeouts.timeout(tokens)
-        self.late_from = self._start + self._timeouts.late_after(first_tokens if first_tokens is not None else tokens)
+        self.deadline = self._start + self.timeouts.timeout(tokens)
+        self.late_from = self._start + self.timeouts.late_after(first_tokens if first_tokens is not None else tokens)
 
     def on_reply(
         self,
@@ -155,7 +145,7 @@ class HopClock:
         if self._timed_step == number:
             seconds = now - self._start
             if full:
-                self.slowness = self._timeouts.observe(seconds, tokens)
+                self.slowness = self.timeouts.observe(seconds, tokens)
                 self.measured += 1
                 self._newest = seconds, tokens
         if self.timing is not None and continues:
@@ -266,7 +256,7 @@ class HopProgress:
         for earlier, outputs in self._expected.items():
             if earlier <= number:
                 tokens += outputs.tokens
-        return self.clock.timeout(tokens)
+        return self.clock.timeouts.timeout(tokens)
 
     def can_answer(self, next_step: int) -> bool:
         """Whether a server that expects step `next_step` next can still answer all that it has not answered.

@@ -256,7 +256,7 @@ class HopSession:
     @property
     def refill_seconds(self) -> float:
         """About how long it takes until another server has what this one has."""
-        return self._opening_seconds + self.progress.clock.refill_seconds(self.history.tokens)
+        return self._opening_seconds + self.progress.clock.timeouts.refill_seconds(self.history.tokens)
 
     async def announce_given_up(self, first: int, end: int) -> None:
         """Tell the server that the steps from number `first` up to, but without, `end` need not be computed."""
@@ -293,7 +293,8 @@ class HopSession:
         self._replay_reply = asyncio.get_running_loop().create_future()
         self.progress.on_replay_begun()
         outputs = OutputShape(hidden.tokens, hidden.hidden_size)
-        self._replay_outputs, timeout = outputs if want_outputs else None, self.progress.clock.timeout(hidden.tokens)
+        self._replay_outputs = outputs if want_outputs else None
+        timeout = self.progress.clock.timeouts.timeout(hidden.tokens)
         self._unanswered_replays += 1
         try:
             await self._send(request, hidden.payload, timeout)

@@ -15,9 +15,7 @@ import torch
 
 from swarm.client.wire.packed_hidden import MAX_REQUEST_TOKENS, PackedHidden
 from swarm.client.wire.reply_checks import AllowedExits, OutputShape
-from swarm.common.dtypes import dtype_name
 from swarm.data_structures import StepLayout, WireFormat
-from swarm.protocol.compression import decode_tensor, encode_tensor
 from swarm.protocol.input_checksum import LaterChecksum
 from swarm.protocol.messages import ExitTerms, StepRequest
 
@@ -28,8 +26,6 @@ MAX_UNFOLDED_TOKENS = 4 * MAX_REQUEST_TOKENS
 MAX_REPLAY_TOKENS = 1024
 """Tokens of one request of a replay, unless there are more sequences. Servers have memory for as much of any peer; a
 whole long text at once would be too large for many (decision 36)."""
-
-_CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -215,8 +211,7 @@ class InputHistory:
 
 def _extended(rows: tuple[TokenRuns, ...], step: Step) -> tuple[TokenRuns, ...]:
     """The sequences after a step, as `swarm.models.execution.session_cache` has them."""
-    layout, hidden = step.layout, step.hidden
-    flat_TH = decode_tensor(hidden.payload, hidden.tokens, hidden.hidden_size, hidden.wire, hidden.dtype, _CPU)
+    layout, flat_TH = step.layout, step.hidden.decoded()
     bounds = itertools.accumulate(layout.counts, initial=0)
     sources = layout.sources if layout.sources is not None else range(layout.sequences)
     offsets, lengths = (one or (0,) * layout.sequences for one in (layout.offsets, layout.rope_lengths))
@@ -268,5 +263,4 @@ def _piece(row: TokenRuns, position: int, size: int) -> _TokenRun:
 
 def _packed(pieces: list[_TokenRun]) -> PackedHidden:
     hidden_TH = torch.cat([piece.hidden_TH for piece in pieces if len(piece.hidden_TH)])
-    payload = encode_tensor(hidden_TH, WireFormat.NONE)
-    return PackedHidden(payload, hidden_TH.shape[0], hidden_TH.shape[1], WireFormat.NONE, dtype_name(hidden_TH.dtype))
+    return PackedHidden.of(hidden_TH, WireFormat.NONE)

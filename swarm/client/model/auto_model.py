@@ -206,15 +206,8 @@ class _AutoDistributedModel:
 
         If it comes from peers, what the client needs of it is received.
         """
-        source = ModelSource(
-            model,
-            revision,
-            cache_dir,
-            weights_from,
-            _resolve_initial_peers(initial_peers),
-            _read_invite(membership),
-            network or NetworkOptions(),
-        )
+        peers, invite = _resolve_initial_peers(initial_peers), _read_invite(membership)
+        source = ModelSource(model, revision, cache_dir, weights_from, peers, invite, network or NetworkOptions())
         return source.open(local_blocks)
 
 

@@ -19,15 +19,20 @@ from torch import nn
 
 from swarm.client.chain.prefix import Prefix
 from swarm.client.connection import SwarmConnection
+from swarm.client.early_exit.exit_decoder import ExitDecoder
 from swarm.client.early_exit.options import EarlyExit
-from swarm.client.lanes.generate_in_lanes import LaneCount, batch_size, generate_in_lanes, validate_lane_count
-from swarm.client.lanes.inference_lanes import InferenceLanes
-from swarm.client.model.exit_generation import sample_with_exits
+from swarm.client.lanes.generate_in_lanes import (
+    InferenceLanes,
+    LaneCount,
+    batch_size,
+    generate_in_lanes,
+    validate_lane_count,
+)
 from swarm.client.model.generation_loop import LoopCall
 from swarm.client.model.remote_sequential import RemoteLayer, RemoteSequential
 from swarm.client.model.speculation import DraftChoice, assisted_draft, draft_sources, generate_with_drafts
 from swarm.client.model.train_draft import DraftMixin
-from swarm.client.model.train_exits import ExitsMixin
+from swarm.client.model.train_exits import ExitsMixin, base_model
 from swarm.client.model.transformers_hooks import insert_virtual_tokens
 from swarm.client.routes.events import EventListener
 from swarm.client.session import InferenceSession
@@ -35,9 +40,11 @@ from swarm.client.speculation.drafts import CandidateDraft, DraftSource
 from swarm.client.speculation.guess_policy import Acceptance
 from swarm.client.threads.compute_lock import ComputeTicket
 from swarm.client.tuning.lora import Lora
+from swarm.client.tuning.saving import push
 from swarm.client.tuning.trained import TrainedParameters
 from swarm.client.tuning.virtual_tokens import PromptedCache
-from swarm.errors import UsageError
+from swarm.errors import NoExitClassifiers, UsageError
+from swarm.models.exits.trained_exits import TrainedExits
 from swarm.models.images import ImageTower, PromptImages
 from swarm.models.placeholder_cache import PlaceholderCache
 
@@ -191,7 +198,8 @@ class DistributedModelMixin:
         Returns:
             the URL of the commit.
         """
-        return self.trained.push(
+        return push(
+            self.trained.snapshot(),
             repo_id,
             private=private,
             token=token,
@@ -456,3 +464,36 @@ def unseen_length(cache_length: int, input_length: int, mask_length: int | None)
     if not 0 < cache_length < input_length or mask_length not in (None, input_length):
         return None
     return input_length - cache_length
+
+
+def sample_with_exits(model: Any, options: EarlyExit, call: LoopCall) -> Any:
+    """The sequences with what follows them.
+
+    Raises:
+        UsageError: the call asks for something that tokens which leave early do not have, or that its session was not
+            opened for.
+        ProcessorsWithState: it asks for logits processors that do not work with them; nothing was computed.
+        NoExitClassifiers: no token could leave on this route; the session holds the prompt.
+    """
+    session, tokens_RT = call.session, call.tokens_RT
+    if session.rope_limit is not None and tokens_RT.shape[1] <= session.rope_limit < call.max_length:
+        raise UsageError(
+            f"early_exit does not go beyond {session.rope_limit} tokens with this model, whose rotary frequencies "
+            "change there, so that a text begins again; pass a smaller max_new_tokens, or early_exit=None"
+        )
+    session.prepare_for(options)
+    logits_RV, forward = call.prefill(model)
+    exits = (model.exits or TrainedExits(base_model(model))).to(tokens_RT.device)
+    if options.confidence == "classifier" and options.fill == "exact":
+        _require_classifiers(exits, session.boundaries)
+    decoder = ExitDecoder(options, exits, session, forward, call.sampling, call.output)
+    return call.result(decoder.generate(tokens_RT, logits_RV))
+
+
+def _require_classifiers(exits: TrainedExits, boundaries: Sequence[int]) -> None:
+    if boundaries and not exits.classifiers.keys() & set(boundaries):
+        places = ", ".join(map(str, boundaries))
+        raise NoExitClassifiers(
+            f"confidence='classifier': the model has no classifier for any of the blocks {places}, where servers of "
+            "this route begin; train them with model.train_exits(kind='classifier')"
+        )

@@ -39,21 +39,21 @@ class RemoteSequential(nn.Module):
     tensors of the adapter, never to the weights of the blocks.
     """
 
-    def __init__(self, connection: SwarmConnection, span: Span, adapter: Adapter | None = None) -> None:
+    def __init__(self, connection: SwarmConnection, span: Span) -> None:
         super().__init__()
         self.span = span
         self._connection = connection
-        self._shared = _SharedAdapter(adapter)
+        self._shared: list[Adapter | None] = [None]  # by all slices of these blocks
 
     @property
     def adapter(self) -> Adapter | None:
         """What is added to the blocks; may be set at any time, for all slices of these blocks at once."""
-        return self._shared.adapter
+        return self._shared[0]
 
     def __setattr__(self, name: str, value: Any) -> None:
         # torch would register an adapter that is a module as a child of this one, and bypass any property setter.
         if name == "adapter":
-            self._shared.adapter = value
+            self._shared[0] = value
         else:
             super().__setattr__(name, value)
 
@@ -127,13 +127,6 @@ class RemoteSequential(nn.Module):
 
     def extra_repr(self) -> str:
         return f"blocks {self.span}"
-
-
-@dataclass
-class _SharedAdapter:
-    """The adapter of all slices of the same blocks."""
-
-    adapter: Adapter | None
 
 
 @dataclass

@@ -150,12 +150,9 @@ class ForwardHooks:
         had_labels, self._state.has_labels = self._state.has_labels, False
         if output is None or not had_labels:
             return output
-        return _drop_first_slots(output, kwargs["labels"].shape[1] - self._input_slots(kwargs))
-
-    @staticmethod
-    def _input_slots(kwargs: dict[str, Any]) -> int:
         given = kwargs.get("input_ids")
-        return int((given if given is not None else kwargs["inputs_embeds"]).shape[1])
+        slots = int((given if given is not None else kwargs["inputs_embeds"]).shape[1])
+        return _drop_first_slots(output, kwargs["labels"].shape[1] - slots)
 
 
 class _ForwardState(threading.local):

@@ -17,6 +17,7 @@ from typing import TypeVar
 from swarm.client.config import ClientConfig, ModelIdentity
 from swarm.client.local_blocks import describe_route
 from swarm.client.routes.events import EventListener, PeerAvoided, ignore_events
+from swarm.client.routes.route_source import RouteSource
 from swarm.common.console import print_line
 from swarm.data_structures import Hop, Route, ServerInfo, ServerState, Span
 from swarm.dht.directory import fetch_models, fetch_servers
@@ -76,8 +77,8 @@ _FAILURES: tuple[tuple[type[Exception], PeerFailure], ...] = (
 )
 
 
-class RoutePlanner:
-    """Plans the routes of one client; implements `RouteSource`. For the network thread.
+class RoutePlanner(RouteSource):
+    """Plans the routes of one client. For the network thread.
 
     Args:
         peer: reads announcements and pings servers.
@@ -117,7 +118,6 @@ class RoutePlanner:
         max_length: int,
         avoid: frozenset[str] = frozenset(),
     ) -> Route:
-        """See `RouteSource.route`."""
 
         def plan(now: float) -> Route:
             return self.router.route(span, now, before=before, after=after, avoid=avoid, cache_tokens=max_length)
@@ -125,19 +125,15 @@ class RoutePlanner:
         return await self._plan(plan)
 
     def alternative(self, current: Route, before: str | None, after: str | None, max_length: int) -> Alternative | None:
-        """See `RouteSource.alternative`."""
         return self.router.alternative(current, time.monotonic(), before, after, max_length)
 
     def offers(self, hop: Hop) -> bool:
-        """See `RouteSource.offers`."""
         return self.router.offers(hop, time.monotonic())
 
     def note_step(self, hop: Hop, seconds: float, tokens: int) -> None:
-        """See `RouteSource.note_step`."""
         self.router.note_step(hop, seconds, tokens, time.monotonic())
 
     def note_overtaken(self, hop: Hop, seconds: float, tokens: int) -> None:
-        """See `RouteSource.note_overtaken`."""
         self.router.note_step(hop, seconds, tokens, time.monotonic(), overtaken=True)
 
     async def split(self, span: Span, token_counts: Sequence[int]) -> tuple[BatchShare, ...]:
@@ -169,7 +165,6 @@ class RoutePlanner:
             self.router.unread = unread
 
     def report_failure(self, peer_id: str, error: Exception) -> None:
-        """Keep the server out of routes for a while."""
         reason = next((reason for kind, reason in _FAILURES if isinstance(error, kind)), PeerFailure.FAULT)
         now, health = time.monotonic(), self.router.health
         is_known = health.is_banned(peer_id, now) and reason in health.reasons(peer_id)
@@ -181,7 +176,6 @@ class RoutePlanner:
             self._emit(PeerAvoided(peer_id, reason.value, until - now))
 
     def report_success(self, peer_id: str) -> None:
-        """The server works."""
         self.router.health.record_success(peer_id, time.monotonic())
         self._peer.dht.served.add(peer_id)
 
@@ -190,11 +184,9 @@ class RoutePlanner:
         return 2.0 ** self.router.health.reasons(peer_id).count(PeerFailure.TIMED_OUT)
 
     def may_push(self, before: str, after: str) -> bool:
-        """See `RouteSource.may_push`."""
         return self.router.may_push(before, after, time.monotonic())
 
     def distrust_link(self, before: str, after: str) -> None:
-        """See `RouteSource.distrust_link`."""
         self.router.links.distrust(before, after, time.monotonic())
 
     def report_route(self, route: Route) -> None:

@@ -18,7 +18,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
@@ -26,10 +26,9 @@ from swarm.client.chain.chain import MAX_STEPS_UNDER_WAY
 from swarm.client.early_exit.token_output import TokenOutput
 from swarm.client.routes.events import GuessVerified
 from swarm.client.sampling import PositionNoise, Sampling
-from swarm.client.session import StepUnderWay
+from swarm.client.session import InferenceSession, StepUnderWay
 from swarm.client.speculation.drafts import Context, Draft, Guess
 from swarm.client.speculation.guess_policy import Acceptance, GuessPolicy
-from swarm.data_structures import HopTiming
 
 MAX_GROUP = 8
 """Most guesses of a step."""
@@ -56,31 +55,6 @@ class TextForward(Protocol):
 
     def logits(self, hidden_1NH: torch.Tensor) -> torch.Tensor:
         """The logits `[N, V]` of hidden states behind the last block."""
-
-
-class StepSession(Protocol):
-    """What the loop needs of an `InferenceSession`."""
-
-    @property
-    def timings(self) -> tuple[HopTiming, ...]: ...
-
-    def has_outputs(self, step: StepUnderWay, block: int) -> bool: ...
-
-    def wait(self, ready: Callable[[], bool]) -> None: ...
-
-    def outputs(self, step: StepUnderWay, block: int) -> torch.Tensor: ...
-
-    def settle(self, step: StepUnderWay) -> None: ...
-
-    def give_up(self, first: StepUnderWay) -> None: ...
-
-    def report(self, event: Any) -> None: ...
-
-    @property
-    def position(self) -> int: ...
-
-    @position.setter
-    def position(self, position: int) -> None: ...
 
 
 @dataclass(eq=False)
@@ -131,7 +105,7 @@ class StreamDecoder:
     def __init__(
         self,
         drafts: Sequence[Draft],
-        session: StepSession,
+        session: InferenceSession,
         forward: TextForward,
         sampling: Sampling,
         guess_process: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],

@@ -91,19 +91,17 @@ def lora_settings(
     rank: int | None = None,
     alpha: float | None = None,
     target_modules: str | Iterable[str] | None = None,
-    heads: Iterable[str] = (),
 ) -> LoraSettings:
     """The settings that a caller asks for.
 
     Args:
         config: a `peft.LoraConfig`, a mapping of its entries, or None.
         rank, alpha, target_modules: override the entries of `config`.
-        heads: names that `modules_to_save` may contain, because they are trained anyway.
 
     Raises:
         InvalidOption: a setting is not valid, or the swarm does not support it.
     """
-    settings = _from_mapping(_entries(config), frozenset(heads))
+    settings = _from_mapping(_entries(config))
     settings = replace(
         settings,
         rank=settings.rank if rank is None else rank,
@@ -131,7 +129,7 @@ def _entries(config: Any) -> Mapping[str, Any]:
     return entries
 
 
-def _from_mapping(entries: Mapping[str, Any], heads: frozenset[str]) -> LoraSettings:
+def _from_mapping(entries: Mapping[str, Any]) -> LoraSettings:
     for name, value in entries.items():
         if name not in SUPPORTED_ENTRIES | IGNORED_ENTRIES and value and (name, value) != ("bias", "none"):
             reason = UNSUPPORTED_REASONS.get(name, "it is not implemented")
@@ -139,7 +137,7 @@ def _from_mapping(entries: Mapping[str, Any], heads: frozenset[str]) -> LoraSett
     initial = entries.get("init_lora_weights", True)
     if initial not in (True, False, "gaussian"):
         raise InvalidOption(f"init_lora_weights={initial!r} needs the model's weights; use True, False or 'gaussian'")
-    others = sorted(set(entries.get("modules_to_save") or ()) - heads - {"score", "classifier"})
+    others = sorted(set(entries.get("modules_to_save") or ()) - {"score", "classifier"})
     if others:
         raise InvalidOption(
             f"modules_to_save={others} is not supported: only the head of a classification can be trained"
@@ -308,7 +306,7 @@ def new_lora(targets: Mapping[int, Mapping[str, tuple[int, int]]], settings: Lor
     """Untrained factors: A random and B zero, so that at first they change nothing.
 
     Args:
-        targets: see `lora_config.select_targets`.
+        targets: see `select_targets`.
         path: path of the list of blocks in the model.
     """
 

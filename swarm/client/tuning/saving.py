@@ -155,14 +155,13 @@ def push(
     *,
     private: bool | None = None,
     token: str | bool | None = None,
-    revision: str | None = None,
-    commit_message: str = "Upload adapter",
-    create_pr: bool = False,
+    **upload: Any,
 ) -> str:
     """Upload the files of `save` to a repository of the hub, which is created if it is missing.
 
     Args:
         repository: such as "name/adapter". The other arguments are those of `huggingface_hub.HfApi`.
+        upload: of its `upload_folder`.
 
     Returns:
         the URL of the commit.
@@ -171,13 +170,7 @@ def push(
     made = api.create_repo(repository, private=private, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         save(snapshot, folder)
-        commit = api.upload_folder(
-            repo_id=made.repo_id,
-            folder_path=folder,
-            commit_message=commit_message,
-            revision=revision,
-            create_pr=create_pr,
-        )
+        commit = api.upload_folder(repo_id=made.repo_id, folder_path=folder, **upload)
     return str(commit.commit_url)
 
 

@@ -110,10 +110,6 @@ class TrainedParameters:
         if with_state:
             saving.save_state(self.model.state_dict(), folder)
 
-    def push(self, repository: str, **options: Any) -> str:
-        """Upload the files of the adapter; see `saving.push`."""
-        return saving.push(self.snapshot(), repository, **options)
-
     def snapshot(self) -> saving.TrainedSnapshot:
         """The current values of everything that is saved."""
         if self.method is None:

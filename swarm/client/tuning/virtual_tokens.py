@@ -38,10 +38,12 @@ class VirtualTokenLayout:
             virtual: values of the virtual tokens, `[count]` or `[sequences, count]`, or with a width as `values`.
         """
         sequences, slots = values.shape[:2]
-        joined = torch.cat([self._expand(virtual, values), values], dim=1)
+        virtual = virtual.to(values.device, values.dtype).expand(sequences, self.count, *values.shape[2:])
+        joined = torch.cat([virtual, values], dim=1)
         if not self.leads.any():  # the usual case: nothing to gather, and a simpler graph for gradients
             return joined
-        offsets = self._offsets(slots).to(values.device)
+        # Each slot's distance from the sequence's first virtual token.
+        offsets = (torch.arange(self.count + slots) - self.leads.cpu()[:, None]).to(values.device)
         unmoved = torch.arange(self.count + slots, device=values.device).expand(sequences, -1)
         source = torch.where(offsets < 0, unmoved + self.count, torch.where(offsets < self.count, offsets, unmoved))
         index = source if values.ndim == 2 else source[..., None].expand(-1, -1, values.shape[2])
@@ -64,13 +66,6 @@ class VirtualTokenLayout:
         if mask is not None:
             labels = labels.masked_fill(mask.to(labels.device) == 0, IGNORED_LABEL)
         return self.insert(labels, labels.new_full((self.count,), IGNORED_LABEL))
-
-    def _offsets(self, slots: int) -> torch.Tensor:
-        """Each slot's distance from the sequence's first virtual token, `[sequences, count + slots]`."""
-        return torch.arange(self.count + slots) - self.leads.cpu()[:, None]
-
-    def _expand(self, virtual: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        return virtual.to(values.device, values.dtype).expand(len(values), self.count, *values.shape[2:])
 
 
 def virtual_token_layout(count: int, sequences: int, mask: torch.Tensor | None) -> VirtualTokenLayout:

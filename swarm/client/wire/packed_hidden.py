@@ -17,6 +17,8 @@ from swarm.protocol.compression import decode_tensor, encode_tensor, is_finite
 MAX_REQUEST_TOKENS = 8192
 """Tokens in one request. Longer prompts, larger batches and longer replays are sent in several requests."""
 
+_CPU = torch.device("cpu")
+
 
 @dataclass(frozen=True, slots=True)
 class PackedHidden:
@@ -33,6 +35,16 @@ class PackedHidden:
     wire: WireFormat
     dtype: str
     left: tuple[int, ...] | None = None
+
+    @classmethod
+    def of(cls, hidden_TH: torch.Tensor, wire: WireFormat, dtype: str | None = None) -> PackedHidden:
+        """Encode hidden states `[tokens, hidden_size]`. `dtype` is that of the wire format NONE, if not their own."""
+        tokens, hidden_size = hidden_TH.shape
+        return cls(encode_tensor(hidden_TH, wire), tokens, hidden_size, wire, dtype or dtype_name(hidden_TH.dtype))
+
+    def decoded(self, device: torch.device = _CPU) -> torch.Tensor:
+        """The hidden states, `[tokens, hidden_size]`."""
+        return decode_tensor(self.payload, self.tokens, self.hidden_size, self.wire, self.dtype, device)
 
     async def require_finite(self) -> None:
         """Raise `NotFinite` if a value is NaN or infinite, which every server would refuse."""
@@ -129,14 +141,12 @@ def packed_texts(positions: torch.Tensor) -> list[int] | None:
 
 def pack_hidden(hidden: torch.Tensor, real: torch.Tensor | None, wire: WireFormat) -> PackedHidden:
     """Encode the real slots of `[sequences, slots, hidden_size]` for the wire, one sequence after the other."""
-    flat = drop_padding(hidden, real)
-    return PackedHidden(encode_tensor(flat, wire), flat.shape[0], flat.shape[1], wire, dtype_name(hidden.dtype))
+    return PackedHidden.of(drop_padding(hidden, real), wire)
 
 
 def unpack_hidden(packed: PackedHidden, like: torch.Tensor, real: torch.Tensor | None) -> torch.Tensor:
     """The inverse of `pack_hidden`, with the shape, dtype and device of `like`; padded slots are zero."""
-    flat = decode_tensor(packed.payload, packed.tokens, packed.hidden_size, packed.wire, packed.dtype, like.device)
-    return restore_padding(flat, like, real)
+    return restore_padding(packed.decoded(like.device), like, real)
 
 
 def unpack_chunks(

@@ -8,20 +8,19 @@ from pathlib import Path
 
 def cache_folder() -> Path | None:
     """`$XDG_CACHE_HOME/swarm`, by default under `~/.cache`; None where there is no home."""
-    given = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    try:
-        folder = given if given.is_absolute() else Path.home() / ".cache"  # the standard ignores relative paths
-    except RuntimeError:
-        return None
-    return folder / "swarm"
+    return _own_folder("XDG_CACHE_HOME", ".cache")
 
 
 def data_folder() -> Path | None:
     """`$XDG_DATA_HOME/swarm`, by default under `~/.local/share`, for what must not be lost; None where there is no
     home."""
-    given = Path(os.environ.get("XDG_DATA_HOME", ""))
+    return _own_folder("XDG_DATA_HOME", ".local/share")
+
+
+def _own_folder(variable: str, default: str) -> Path | None:
+    given = Path(os.environ.get(variable, ""))
     try:
-        folder = given if given.is_absolute() else Path.home() / ".local" / "share"
+        folder = given if given.is_absolute() else Path.home() / default  # the standard ignores relative paths
     except RuntimeError:
         return None
     return folder / "swarm"

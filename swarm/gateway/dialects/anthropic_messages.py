@@ -19,9 +19,7 @@ from swarm.gateway.openai.request_schema import (
     ChatRequest,
     ContentPart,
     FunctionCall,
-    FunctionDefinition,
     FunctionName,
-    FunctionNameText,
     ImageUrl,
     MessageToolCall,
     ModelName,
@@ -35,7 +33,7 @@ from swarm.gateway.openai.request_schema import (
     schema_format,
 )
 from swarm.gateway.openai.response_writers import new_id
-from swarm.generation.formats.tool_calls import ToolCall
+from swarm.generation.formats.tool_calls import FunctionNameText, ToolCall, ToolFunction
 from swarm.generation.sampling import SampledToken
 from swarm.generation.sequence_group import Usage
 
@@ -136,7 +134,7 @@ class Tool(Struct, forbid_unknown_fields=True):
 
     def definition(self) -> ToolDefinition:
         """The same tool as OpenAI's chat completions have it."""
-        return ToolDefinition(FunctionDefinition(self.name, self.description, self.input_schema, self.strict))
+        return ToolDefinition(ToolFunction(self.name, self.description, self.input_schema, self.strict))
 
 
 class Choice(Struct, forbid_unknown_fields=True):
@@ -228,8 +226,7 @@ def read_messages_request(body: bytes, kind: type[CountRequest] = MessagesReques
     Raises:
         BadRequest: it is not valid, or asks for something that is not supported.
     """
-    request: CountRequest = decode_request(kind, body, MESSAGES)
-    chat = request.chat()
+    chat = decode_request(kind, body, MESSAGES).chat()
     check_chat_request(chat)
     return chat
 

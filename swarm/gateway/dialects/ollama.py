@@ -36,7 +36,6 @@ from swarm.gateway.openai.request_schema import (
     ToolDefinition,
     TopK,
     check_chat_request,
-    decode_request,
     schema_format,
 )
 from swarm.gateway.openai.response_writers import AccumulatedAnswer, ResponseWriter, token_logprobs
@@ -54,7 +53,7 @@ ANY_TAG = ":latest"
 
 NEVER = datetime(9999, 1, 1, tzinfo=UTC)
 
-REQUEST: RefusedFields = {
+OLLAMA: RefusedFields = {
     "context": (([],), "use /api/chat with the messages so far"),
     "height": ((), ""),
     "shift": ((True, False), ""),
@@ -241,11 +240,6 @@ class OllamaGenerateRequest(OllamaRequest, kw_only=True):
             return CompletionRequest(**self.common(), prompt=self.prompt, logprobs=logprobs)
         system = [ChatMessage("system", self.system)] if self.system else []
         return self.conversation([*system, ChatMessage("user", _content(self.prompt, self.images))])
-
-
-def read_ollama_request(kind: type[OllamaRequest], body: bytes) -> Any:
-    """Raises `BadRequest` if it is not valid, or asks for something that is not supported."""
-    return decode_request(kind, body, REQUEST)
 
 
 class ShowRequest(Struct):

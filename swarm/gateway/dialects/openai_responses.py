@@ -22,9 +22,7 @@ from swarm.gateway.openai.request_schema import (
     ChatRequest,
     ContentPart,
     FunctionCall,
-    FunctionDefinition,
     FunctionName,
-    FunctionNameText,
     ImageUrl,
     MessageToolCall,
     ModelName,
@@ -33,9 +31,9 @@ from swarm.gateway.openai.request_schema import (
     ToolChoice,
     ToolDefinition,
     check_chat_request,
-    decode_request,
 )
 from swarm.gateway.openai.response_writers import AccumulatedAnswer, new_id, token_logprobs
+from swarm.generation.formats.tool_calls import FunctionNameText, ToolFunction
 from swarm.generation.sampling import SampledToken
 from swarm.generation.sequence_group import Usage
 from swarm.generation.sequence_request import SequenceRequest
@@ -209,14 +207,8 @@ class ResponsesRequest(Struct, kw_only=True):
         return chat
 
 
-def read_responses_request(body: bytes) -> ResponsesRequest:
-    """Raises `BadRequest` if it is not valid, or asks for something that is not supported."""
-    request: ResponsesRequest = decode_request(ResponsesRequest, body, RESPONSES)
-    return request
-
-
 def _tool(tool: Tool) -> ToolDefinition:
-    return ToolDefinition(FunctionDefinition(tool.name, tool.description, tool.parameters, tool.strict))
+    return ToolDefinition(ToolFunction(tool.name, tool.description, tool.parameters, tool.strict))
 
 
 def _choice(choice: Choice) -> ToolChoice:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import zlib
-from types import TracebackType
 
 from starlette.requests import ClientDisconnect, Request
 
@@ -107,9 +106,7 @@ class RequestRoom:
     def __enter__(self) -> RequestRoom:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.release()
 
 

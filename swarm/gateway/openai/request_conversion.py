@@ -103,10 +103,7 @@ def template_options(request: ChatRequest, served: ServedModel) -> TemplateOptio
 
 def tool_options(request: ChatRequest) -> ToolOptions:
     """The tools that a request offers, and its tool choice."""
-    functions = tuple(
-        ToolFunction(tool.function.name, tool.function.description, tool.function.parameters, tool.function.strict)
-        for tool in request.tools or ()
-    )
+    functions = tuple(tool.function for tool in request.tools or ())
     choice, single = request.tool_choice, request.parallel_tool_calls is False
     if isinstance(choice, ToolChoice) and choice.function is not None:
         return ToolOptions(functions, forced_function=choice.function.name, single_call=single)

@@ -10,15 +10,16 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from functools import cache
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct
 
 from swarm.gateway.openai.api_errors import BadRequest
 from swarm.gateway.openai.early_exit_options import EarlyExitRequest
-from swarm.gateway.openai.refused_fields import CHAT, COMPLETION, EMBEDDING, RefusedFields, refuse_fields, unsupported
+from swarm.gateway.openai.refused_fields import CHAT, COMPLETION, RefusedFields, refuse_fields, unsupported
 from swarm.generation.formats.response_format import AnswerForm
+from swarm.generation.formats.tool_calls import ToolFunction
 
 MAX_TOOLS = 128
 
@@ -110,22 +111,10 @@ class ChatMessage(Struct, forbid_unknown_fields=True):
         return self.content if self.content is not None else self.refusal
 
 
-FunctionNameText = Annotated[str, Meta(pattern=r"\A[a-zA-Z0-9_.-]{1,64}\Z")]
-
-
-class FunctionDefinition(Struct, forbid_unknown_fields=True):
-    """A function that the model may call."""
-
-    name: FunctionNameText
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
-
-
 class ToolDefinition(Struct, forbid_unknown_fields=True):
     """A tool that the model may call. Functions are the only type."""
 
-    function: FunctionDefinition
+    function: ToolFunction
     type: Literal["function"] = "function"
     cache_control: Any = None
 
@@ -438,14 +427,7 @@ def parse_chat_request(body: bytes) -> ChatRequest:
     Raises:
         BadRequest: the body is not a valid chat request.
     """
-    request: ChatRequest = decode_request(ChatRequest, body, CHAT)
-    check_chat_request(request)
-    return request
-
-
-def parse_prompt_request(body: bytes) -> PromptRequest:
-    """Parse a chat request of which only the prompt is asked for. Raises the same as `parse_chat_request`."""
-    request: PromptRequest = decode_request(PromptRequest, body, CHAT)
+    request = decode_request(ChatRequest, body, CHAT)
     check_chat_request(request)
     return request
 
@@ -479,20 +461,10 @@ def parse_completion_request(body: bytes) -> CompletionRequest:
     Raises:
         BadRequest: the body is not a valid completion request.
     """
-    request: CompletionRequest = decode_request(CompletionRequest, body, COMPLETION)
+    request = decode_request(CompletionRequest, body, COMPLETION)
     _require_some(request, "truncate_prompt_tokens")
     if request.best_of is not None and request.best_of != (request.n or 1):
         raise BadRequest("best_of is not supported; use n", param="best_of", code="unsupported_parameter")
-    return request
-
-
-def parse_embedding_request(body: bytes) -> EmbeddingRequest:
-    """Parse the body of a request for embeddings.
-
-    Raises:
-        BadRequest: the body is not a valid request for embeddings.
-    """
-    request: EmbeddingRequest = decode_request(EmbeddingRequest, body, EMBEDDING)
     return request
 
 
@@ -508,14 +480,17 @@ def _decoder(kind: type[Struct]) -> msgspec.json.Decoder[Any]:
     return msgspec.json.Decoder(kind)
 
 
-def decode_request(kind: type[Struct], body: bytes, refused: RefusedFields | None = None) -> Any:
+R = TypeVar("R", bound=Struct)
+
+
+def decode_request(kind: type[R], body: bytes, refused: RefusedFields | None = None) -> R:
     """The body as a request of this kind. If there is a table for some other fields, all others are refused.
 
     Raises:
         BadRequest: it is not one.
     """
     try:
-        request = _decode_with_whole_numbers(_decoder(kind), body)
+        request: R = _decode_with_whole_numbers(_decoder(kind), body)
         if refused is not None:
             refuse_fields(body, kind.__struct_fields__, refused)
         return request

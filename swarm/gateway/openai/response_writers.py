@@ -7,7 +7,7 @@ import secrets
 import struct
 import time
 from base64 import b64encode
-from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
@@ -343,7 +343,7 @@ async def stream_response(
         async for index, event in events:
             if not isinstance(event, SequenceDelta | SequenceEnd):
                 if with_details and (detail := _detail(index, event)) is not None:
-                    yield _detail_event(detail)
+                    yield StreamEvent(detail, "swarm")
                 continue
             if index not in started:
                 started.add(index)
@@ -359,7 +359,7 @@ async def stream_response(
     for written in writer.last_events(group.usage):
         yield written
     if with_details:
-        yield _detail_event(group.summary())
+        yield StreamEvent(group.summary(), "swarm")
 
 
 def _detail(index: int, event: SequenceEvent) -> dict[str, Any] | None:
@@ -367,10 +367,6 @@ def _detail(index: int, event: SequenceEvent) -> dict[str, Any] | None:
     if isinstance(event, SequenceProvisional):
         return {"kind": "provisional", "index": index, "text": event.text}
     return route_detail(event)
-
-
-def _detail_event(detail: Mapping[str, Any]) -> StreamEvent:
-    return StreamEvent(detail, "swarm")
 
 
 async def complete_response(group: SequenceGroup, writer: ResponseWriter, *, with_details: bool) -> dict[str, Any]:

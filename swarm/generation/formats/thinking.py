@@ -116,7 +116,7 @@ class ThinkingParser:
             thought, self._held = self._held[:at].rstrip(), self._held[at + len(self._syntax.closes) :]
             self._state = _ParserState.BEHIND
         else:
-            thought = self._held[: len(self._held) - _partial_length(self._held, self._syntax.closes)].rstrip()
+            thought = self._held[: len(self._held) - partial_length(self._held, [self._syntax.closes])].rstrip()
             self._held = self._held[len(thought) :]
         if not self._has_thought:
             thought = thought.lstrip()
@@ -158,7 +158,8 @@ class ConstraintBehindThoughts:
         return masked_V
 
 
-def _partial_length(text: str, marker: str) -> int:
-    """Number of characters at the end of the text that may be the beginning of the marker."""
-    lengths = range(min(len(marker) - 1, len(text)), 0, -1)
-    return next((length for length in lengths if marker.startswith(text[-length:])), 0)
+def partial_length(text: str, markers: Sequence[str]) -> int:
+    """Number of characters at the end of the text that may be the beginning of a marker."""
+    longest = max(map(len, markers)) - 1
+    lengths = range(min(longest, len(text)), 0, -1)
+    return next((length for length in lengths if any(marker.startswith(text[-length:]) for marker in markers)), 0)

@@ -16,9 +16,11 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
+
+from swarm.generation.formats.thinking import partial_length
 
 NAME = r"(?P<name>[A-Za-z0-9_.-]{1,64})"
 LIST = re.compile(r"\s*\[?\s*")
@@ -181,29 +183,25 @@ class ToolCall:
         return parsed if isinstance(parsed, dict) else {}
 
 
-@dataclass(frozen=True)
-class ToolFunction:
-    """A function that the model may call.
+FunctionNameText = Annotated[str, msgspec.Meta(pattern=r"\A[a-zA-Z0-9_.-]{1,64}\Z")]
+
+
+class ToolFunction(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A function that the model may call, as in OpenAI's requests.
 
     Attributes:
         parameters: JSON schema of the arguments.
         strict: whether a schema that cannot be enforced completely is an error.
     """
 
-    name: str
+    name: FunctionNameText
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
 
     def for_template(self) -> dict[str, Any]:
         """The function as chat templates take it. Templates write it as JSON, so the order of the keys matters."""
-        function = {
-            "name": self.name,
-            "description": self.description,
-            "parameters": self.parameters,
-            "strict": self.strict,
-        }
-        return {"function": function, "type": "function"}
+        return {"function": msgspec.structs.asdict(self), "type": "function"}
 
 
 @dataclass(frozen=True)
@@ -370,7 +368,7 @@ class ToolCallParser:
             at, marker = min(places)
             self._content.append(self._held[:at])
             return self._enter_call(self._held[at:], len(marker))
-        certain = len(self._held) - _partial_marker_length(self._held, self._syntax.opens)
+        certain = len(self._held) - partial_length(self._held, self._syntax.opens)
         self._content.append(self._held[:certain])
         self._held = self._held[certain:]
         return False
@@ -436,10 +434,3 @@ def _arguments_text(raw: msgspec.Raw | bytes) -> str:
         text = msgspec.json.decode(text, type=str)
     msgspec.json.decode(text, type=dict)
     return text
-
-
-def _partial_marker_length(text: str, markers: Sequence[str]) -> int:
-    """Number of characters at the end of the text that may be the beginning of a marker."""
-    longest = max(len(marker) for marker in markers) - 1
-    lengths = range(min(longest, len(text)), 0, -1)
-    return next((n for n in lengths if any(marker.startswith(text[-n:]) for marker in markers)), 0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 import time
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -50,13 +51,9 @@ def measure_folder(folder: Path) -> DriveSpeed:
     """
     with tempfile.NamedTemporaryFile(dir=folder, prefix=".swarm-drive-") as scratch:
         _fill(scratch.fileno(), Path(folder))
-        reader = FileReader(Path(scratch.name))
-        try:
-            return DriveSpeed(
-                _bytes_per_second(reader, SMALL_BYTES), _bytes_per_second(reader, LARGE_BYTES), reader.direct
-            )
-        finally:
-            reader.close()
+        with closing(FileReader(Path(scratch.name))) as reader:
+            small, large = (_bytes_per_second(reader, size) for size in (SMALL_BYTES, LARGE_BYTES))
+            return DriveSpeed(small, large, reader.direct)
 
 
 def _bytes_per_second(reader: FileReader, size: int) -> float:

@@ -114,11 +114,6 @@ class BlockStream:
         if self._moving:
             self._begin(self._slots[0], 0)
 
-    def close(self) -> None:
-        """Let go of the stores. The blocks cannot be computed any more."""
-        for store in self._stores:
-            store.close()
-
     def _forward(self, number: int, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """A block's forward. No hook would be called where a forward is computed again for its backward."""
         self._enter(number)

@@ -40,8 +40,8 @@ def plan_for_flash(
     planned = plan_span(checkpoint, span, dtype, BlockPlanner(exact).plan)
     packed = PackedModel.of(checkpoint, dtype, root)
     sparse = [block for block, one in planned.items() if one.plan.kind is RecordKind.NEURONS]
-    entries = [packed.files(block, RecordKind.NEURONS).predictor_entry for block in sparse]
-    if all(os.path.exists(entry) for entry in entries) or _text(checkpoint) is not None:
+    predictors = [packed.files(block, RecordKind.NEURONS).predictor for block in sparse]
+    if all(os.path.exists(one) for one in predictors) or _text(checkpoint) is not None:
         return planned
     logger.warning("Flash: no neurons are selected, because %s has no tokenizer", checkpoint.name)
     return plan_span(checkpoint, span, dtype, BlockPlanner(exact=True).plan)
@@ -101,8 +101,8 @@ def read_predictor(prepared: PreparedBlock) -> CalibratedPredictor | None:
     """
     if prepared.plan.kind is not RecordKind.NEURONS:
         return None
-    path = prepared.predictor()
-    if path is None:
+    path = prepared.files.predictor
+    if not path.exists():
         return None
     return load_predictor(path, prepared.digest, prepared.layout.fields[0].values, prepared.layout.count)
 

@@ -176,11 +176,8 @@ def _run(span: SpanModel, hidden_RTH: torch.Tensor) -> torch.Tensor:
 def _recorded(module: nn.Module) -> Iterator[list[torch.Tensor]]:
     """What the module receives meanwhile."""
     received: list[torch.Tensor] = []
-    handle = module.register_forward_pre_hook(lambda _, args: received.append(args[0].flatten(0, -2)))
-    try:
+    with module.register_forward_pre_hook(lambda _, args: received.append(args[0].flatten(0, -2))):
         yield received
-    finally:
-        handle.remove()
 
 
 @contextmanager
@@ -195,9 +192,5 @@ def _selected(block: nn.Module, plan: BlockPlan, predictor: LowRankPredictor) ->
         return (args[0].masked_fill(~selected[0], 0),)
 
     entry, down = (block.get_submodule(plan.modules[role]) for role in (entry_role(plan), DOWN))
-    handles = [entry.register_forward_pre_hook(select), down.register_forward_pre_hook(mask)]
-    try:
+    with entry.register_forward_pre_hook(select), down.register_forward_pre_hook(mask):
         yield
-    finally:
-        for handle in handles:
-            handle.remove()

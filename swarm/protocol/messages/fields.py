@@ -1,10 +1,13 @@
-"""Types of message fields, with the limits that the decoder enforces."""
+"""What all messages share: types of fields, with the limits that decoders enforce, and how headers are encoded."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Callable
+from typing import Annotated, Any
 
 import msgspec
+
+from swarm.errors import ProtocolViolation
 
 MAX_SEQUENCES = 4096
 """Sequences that one step may carry. It bounds every list with one entry per sequence."""
@@ -54,3 +57,20 @@ AdapterDigests = Annotated[
 
 class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True, array_like=True):
     """Base class of all headers. A header is encoded as a msgpack array that begins with the class name."""
+
+
+encode: Callable[[Message], bytes] = msgspec.msgpack.Encoder().encode
+"""Encodes a message as the bytes of a header."""
+
+
+def decoder(kinds: Any, what: str) -> Callable[[bytes], Any]:
+    """A function that decodes the headers of one conversation, and raises `ProtocolViolation` for anything else."""
+    decode = msgspec.msgpack.Decoder(kinds).decode
+
+    def decode_or_refuse(header: bytes) -> Any:
+        try:
+            return decode(header)
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            raise ProtocolViolation(f"not {what}: {error}") from None
+
+    return decode_or_refuse

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated, Literal
 
 import msgspec
 
-from swarm.protocol.messages.fields import MAX_BLOCKS_PER_REQUEST, Count, Message, Name, Text
+from swarm.protocol.messages.fields import MAX_BLOCKS_PER_REQUEST, Count, Message, Name, Text, decoder
+from swarm.protocol.messages.session import ProbeReply, ProbeRequest, Refusal
 
 MAX_PORTS = 4
 """Ports that one request may have tried."""
@@ -297,3 +299,40 @@ class Release(Message, frozen=True):
 
 class Released(Message, frozen=True):
     """The assignment has ended: the server has left the ring, and its memory is free."""
+
+
+HandshakeMessage = MemberChallenge | MemberProof | NewerRevocations | Refusal
+ReachabilityMessage = (
+    DialBackRequest
+    | DialBackReply
+    | UnreachableNotice
+    | LookAgain
+    | ForgetConnections
+    | PunchRequest
+    | PunchReply
+    | Punch
+    | Refusal
+)
+WorkerMessage = (
+    WorkerChallenge
+    | PairRequest
+    | Paired
+    | StillHere
+    | DescribeDevice
+    | DeviceReport
+    | ProbeRequest
+    | ProbeReply
+    | Assign
+    | WorkerEvent
+    | Release
+    | Released
+    | Refusal
+)
+WeightsMessage = FindParts | PartsFound | GetManifest | GetChunkDigests | GetChunk | PartData | Refusal
+
+decode_handshake: Callable[[bytes], HandshakeMessage] = decoder(HandshakeMessage, "a message of the members' handshake")
+decode_reachability: Callable[[bytes], ReachabilityMessage] = decoder(
+    ReachabilityMessage, "a message about reachability"
+)
+decode_worker: Callable[[bytes], WorkerMessage] = decoder(WorkerMessage, "a message between a starter and its worker")
+decode_weights: Callable[[bytes], WeightsMessage] = decoder(WeightsMessage, "a message about weights")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Annotated
 
 import msgspec
 
 from swarm.data_structures import ExitBatchRule, ExitConfidence, WireFormat
+from swarm.errors import RemoteError
 from swarm.models.adapters.adapter_config import MAX_LORA_RANK, MAX_PROMPT_LENGTH
 from swarm.protocol.messages.fields import (
     ADAPTER_DIGEST_BYTES,
@@ -28,7 +30,10 @@ from swarm.protocol.messages.fields import (
     SessionId,
     StepNumber,
     Text,
+    decoder,
 )
+
+MAX_REFUSAL_CHARACTERS = 2000
 
 
 class InfoRequest(Message, frozen=True):
@@ -387,3 +392,44 @@ class AdaptersStored(Message, frozen=True):
     """
 
     lifetime_s: Annotated[float, msgspec.Meta(ge=0, le=1e9)]
+
+
+ClientMessage = (
+    OpenSession
+    | SetNeighbors
+    | StepRequest
+    | PushRequest
+    | GiveUp
+    | ReplayRequest
+    | ReceiptRequest
+    | SignedTab
+    | CloseSession
+    | ForwardRequest
+    | BackwardRequest
+    | PutAdapters
+    | InfoRequest
+    | ProbeRequest
+)
+ServerMessage = (
+    SessionOpened
+    | StepReply
+    | ReplayReply
+    | Receipt
+    | TabKept
+    | ForwardReply
+    | BackwardReply
+    | AdaptersStored
+    | InfoReply
+    | ProbeReply
+    | Refusal
+)
+
+decode_client: Callable[[bytes], ClientMessage] = decoder(ClientMessage, "a valid request")
+"""Decodes a header that a client sent. Raises `ProtocolViolation` if it is not a valid message, as all decoders do."""
+
+decode_server: Callable[[bytes], ServerMessage] = decoder(ServerMessage, "a valid reply")
+
+
+def refusal(error: RemoteError, step: int | None = None) -> Refusal:
+    """The refusal that carries an error to the other peer."""
+    return Refusal(error.code, str(error)[:MAX_REFUSAL_CHARACTERS], step)

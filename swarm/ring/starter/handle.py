@@ -8,7 +8,6 @@ import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import msgspec
@@ -28,8 +27,7 @@ from swarm.planning.live_swarm import model_size
 from swarm.protocol import messages
 from swarm.protocol.messages import WeightHolder
 from swarm.protocol.messages.peers import Port
-from swarm.ring.joining import port_of, start_peer, told_addresses, with_peer_id
-from swarm.ring.locked_folder import LockedFolder, default_folder
+from swarm.ring.joining import LockedFolder, default_folder, port_of, start_peer, told_addresses, with_peer_id
 from swarm.ring.pairing import WorkerLine, parse_lines
 from swarm.ring.starter.life import RingModel, RingWatcher, StarterLife
 from swarm.ring.starter.ring_options import Dtype, Quant, RingOptions, partition_numbers
@@ -48,13 +46,6 @@ WAIT_FOR_BLOCKS_S = 3600.0
 
 FOLDER = "ring"
 _PORT_FILE = "port.json"
-
-
-class StartWatcher(RingWatcher):
-    """Hears what happens to a ring, also before its workers are asked."""
-
-    def on_hashed(self, done_bytes: int, total_bytes: int) -> None:
-        """So much of the weights has been read, to compute digests. Called in the thread that starts the ring."""
 
 
 class Ring:
@@ -96,7 +87,7 @@ class Ring:
         host_maddrs: Sequence[str] = (),
         announce_maddrs: Sequence[str] = (),
         show_route: bool = False,
-        watcher: StartWatcher | None = None,
+        watcher: RingWatcher | None = None,
         **model_options: Any,
     ) -> None:
         options = RingOptions(
@@ -119,16 +110,16 @@ class Ring:
 
     @classmethod
     def of(
-        cls, options: RingOptions, watcher: StartWatcher | None = None, model_options: Mapping[str, Any] | None = None
+        cls, options: RingOptions, watcher: RingWatcher | None = None, model_options: Mapping[str, Any] | None = None
     ) -> Ring:
         """A ring by its options."""
         ring = cls.__new__(cls)
         ring._initialize(options, watcher, model_options or {})
         return ring
 
-    def _initialize(self, options: RingOptions, watcher: StartWatcher | None, model_options: Mapping[str, Any]) -> None:
+    def _initialize(self, options: RingOptions, watcher: RingWatcher | None, model_options: Mapping[str, Any]) -> None:
         self.options = options
-        self._watcher = watcher or StartWatcher()
+        self._watcher = watcher or RingWatcher()
         self._model_options = dict(model_options)
         self._running: _RunningRing | None = None
         self._model: Any = None
@@ -168,9 +159,7 @@ class Ring:
     def __enter__(self) -> Ring:
         return self.start()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
     @property
@@ -222,7 +211,7 @@ class Ring:
 
 
 def _read_model(
-    checkpoint: Checkpoint, options: RingOptions, watcher: StartWatcher
+    checkpoint: Checkpoint, options: RingOptions, watcher: RingWatcher
 ) -> tuple[CheckpointParts, RingModel]:
     """The model with the digests of all its parts, which are computed the first time. Missing files are downloaded."""
     for file in sorted(set(checkpoint.weight_map.values())):
@@ -254,10 +243,7 @@ def describe_model(checkpoint: Checkpoint, manifest: ModelManifest, options: Rin
         dtype_name=dtype_name(resolve_dtype(options.dtype, checkpoint.config)),
         digests={part: bytes.fromhex(digest) for part, digest in manifest.digests.items()},
         part_bytes={part: one.size_bytes for part, one in manifest.parts.items()},
-        dtype=options.dtype,
-        quant=options.quant,
-        cache_tokens=options.cache_tokens,
-        threads=options.threads,
+        options=options,
     )
 
 

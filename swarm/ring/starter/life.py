@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from swarm.errors import PairingRefused, WorkerFailed, WorkerUnreachable
 from swarm.planning.device_group import ModelSize, PipelinePlan
 from swarm.protocol.messages import Assign, WeightHolder
+from swarm.ring.starter.ring_options import RingOptions
 from swarm.ring.starter.ring_plan import (
     RingDevice,
     RingGroup,
@@ -54,7 +55,7 @@ class RingModel:
         size: of its blocks.
         dtype_name: in which the servers compute, such as "bfloat16".
         digests, part_bytes: of every part of its weights: 32 bytes, and how large it is.
-        dtype, quant, cache_tokens, threads: options of the servers.
+        options: of the servers: `dtype`, `quant`, `cache_tokens`, and `threads`.
     """
 
     name: str
@@ -63,10 +64,7 @@ class RingModel:
     dtype_name: str
     digests: dict[str, bytes] = field(repr=False)
     part_bytes: dict[str, int] = field(repr=False)
-    dtype: str = "auto"
-    quant: str = "none"
-    cache_tokens: int = 16384
-    threads: int | None = None
+    options: RingOptions
 
     @property
     def blocks(self) -> int:
@@ -74,7 +72,13 @@ class RingModel:
 
 
 class RingWatcher:
-    """Hears what happens to a ring. Its methods are called in the network thread, and may not block."""
+    """Hears what happens to a ring. Its methods are called in the network thread, and may not block.
+
+    Only `on_hashed` is called before the workers are asked, in the thread that starts the ring.
+    """
+
+    def on_hashed(self, done_bytes: int, total_bytes: int) -> None:
+        """So much of the weights has been read, to compute digests."""
 
     def on_worker(self, link: WorkerLink) -> None:
         """Something has changed at a worker."""
@@ -145,14 +149,14 @@ class StarterLife:
         self._update_servers()
         self._changed.set()
 
-    async def collect(self, timeout_s: float = COLLECT_TIMEOUT_S) -> None:
+    async def collect(self) -> None:
         """Wait until all workers are there.
 
         Raises:
             PairingRefused: a worker does not take this starter; the subclass says why.
             WorkerUnreachable: a worker does not answer.
         """
-        deadline = time.monotonic() + timeout_s
+        deadline = time.monotonic() + COLLECT_TIMEOUT_S
         while missing := [link for link in self.links.values() if not link.is_connected]:
             for link in missing:
                 if isinstance(link.error, PairingRefused):
@@ -161,8 +165,9 @@ class StarterLife:
                 first = missing[0]
                 why = f": {first.error}" if first.error is not None else ""
                 raise WorkerUnreachable(
-                    f"worker {first.line} does not answer after {timeout_s:.0f} s{why}. Check that `swarm worker` runs "
-                    "there, that both machines are in one network, and that the line is the one that it prints now"
+                    f"worker {first.line} does not answer after {COLLECT_TIMEOUT_S:.0f} s{why}. Check that `swarm "
+                    "worker` runs there, that both machines are in one network, and that the line is the one that it "
+                    "prints now"
                 )
 
     def make_plan(self) -> None:
@@ -239,7 +244,7 @@ class StarterLife:
                 RingDevice(key, report.name, report.memory, rates, report.block_seconds, speed.latency, speed.bandwidth)
             )
         model = self.model
-        return make_group(self._device, workers, model.size, model.dtype_name, model.cache_tokens)
+        return make_group(self._device, workers, model.size, model.dtype_name, model.options.cache_tokens)
 
     async def _apply(self) -> None:
         """Tell all workers what they hold by the plan."""
@@ -264,10 +269,10 @@ class StarterLife:
                     end=span.end,
                     digests=model.digests,
                     total_bytes=sum(model.part_bytes[part] for part in parts_of_blocks(span.start, span.end)),
-                    dtype=model.dtype,  # type: ignore[arg-type]
-                    quant=model.quant,  # type: ignore[arg-type]
-                    cache_tokens=model.cache_tokens,
-                    threads=model.threads,
+                    dtype=model.options.dtype,
+                    quant=model.options.quant,
+                    cache_tokens=model.options.cache_tokens,
+                    threads=model.options.threads,
                     initial_peers=self._initial_peers,
                     holders=(self._own, *others),
                 )

@@ -93,18 +93,13 @@ HEADING = (
 )
 
 
-class RingFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """The whole file; see `RingOptions`.
+class RingFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, kw_only=True):
+    """The whole file; see `RingOptions`."""
 
-    Attributes:
-        workers: the lines that `swarm worker` printed, in the order of the partition.
-        partition: the starter's blocks, and those of each worker; None for the fastest plan.
-    """
-
-    workers: Annotated[tuple[str, ...], msgspec.Meta(min_length=1, max_length=MAX_WORKERS)]
     model: str | None = None
     revision: str | None = None
-    partition: tuple[Annotated[int, msgspec.Meta(ge=0, le=9999)], ...] | None = None
+    partition: list[Annotated[int, msgspec.Meta(ge=0, le=9999)]] | None = None
+    workers: Annotated[list[str], msgspec.Meta(min_length=1, max_length=MAX_WORKERS)]
     dtype: Dtype = "auto"
     quant: Quant = "none"
     cache_tokens: Annotated[int, msgspec.Meta(ge=1, le=2**40)] = DEFAULT_CACHE_TOKENS
@@ -130,18 +125,17 @@ def parse_ring_file(data: bytes) -> RingFile:
 def write_ring_file(path: Path, options: RingOptions) -> None:
     """Write what starts a ring again; a file that is there is replaced. Raises `RingFileError`."""
     described = RingFile(
-        workers=tuple(worker.to_line() for worker in options.workers),
         model=options.model,
         revision=options.revision,
-        partition=options.partition,
+        partition=list(options.partition) if options.partition is not None else None,
+        workers=[worker.to_line() for worker in options.workers],
         dtype=options.dtype,
         quant=options.quant,
         cache_tokens=options.cache_tokens,
         threads=options.threads,
         cache_dir=str(options.cache_dir) if options.cache_dir is not None else None,
     )
-    fields = {name: list(value) if isinstance(value, tuple) else value for name, value in _fields(described).items()}
-    body: str = yaml.safe_dump(fields, sort_keys=False, allow_unicode=True, width=10_000)
+    body: str = yaml.safe_dump(msgspec.to_builtins(described), sort_keys=False, allow_unicode=True, width=10_000)
     try:
         replace_file(path, (HEADING + body).encode())
     except OSError as error:
@@ -155,12 +149,7 @@ def options_of(described: RingFile, others: Mapping[str, Any] | None = None) -> 
         others: fields of `RingOptions` that take the place of the file's.
     """
     fields = {name: getattr(described, name) for name in described.__struct_fields__}
+    fields["partition"] = tuple(described.partition) if described.partition is not None else None
     fields["workers"] = parse_lines(described.workers)
     fields["cache_dir"] = Path(described.cache_dir) if described.cache_dir is not None else None
     return RingOptions(**(fields | dict(others or {})))
-
-
-def _fields(described: RingFile) -> dict[str, object]:
-    found: dict[str, object] = msgspec.to_builtins(described)
-    order = ("model", "revision", "partition", "workers")
-    return {name: found[name] for name in (*order, *found) if name in found}

@@ -14,10 +14,9 @@ import signal
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from swarm.common.processes import bound_command
 from swarm.errors import WeightsNotShared, WorkerFailed, sanitize_text
@@ -236,76 +235,72 @@ UPDATE_PERIOD_S = 5
 """A ring is small, so its servers can announce themselves often: a starter that was started again sees them soon."""
 
 
-class Weights(Protocol):
-    """Where the weights come from; see `WorkerWeights`."""
-
-    def know(self, assignment: Assign) -> None:
-        """The holders have changed."""
-
-    async def receive(self, assignment: Assign, on_progress: Callable[[int, int], None]) -> Path:
-        """Receive what is missing; the folder of the model."""
-
-
-@dataclass(frozen=True)
-class ServerOptions:
-    """What the worker, and not the starter, says about its server.
-
-    Attributes:
-        host_maddrs: addresses to listen on.
-        device: torch device, or "auto".
-        environment: added to the environment of the process; the membership, which no other user may see, is in it.
-    """
-
-    host_maddrs: tuple[str, ...]
-    device: str = "auto"
-    environment: Mapping[str, str] = field(default_factory=dict, repr=False)
-
-
 class WorkerDuty:
-    """See `swarm.ring.worker.life.Duty`.
+    """Carries out a worker's assignments: receives weights, and runs a server.
 
     A server keeps serving its blocks while the weights of others arrive, and is replaced when they are there.
+
+    Args:
+        host_maddrs: addresses on which the server listens.
+        environment: added to that of its process; the membership, which no other user may see, is in it.
     """
 
-    def __init__(self, device: Device, weights: Weights, options: ServerOptions) -> None:
+    def __init__(
+        self, device: Device, weights: WorkerWeights, host_maddrs: tuple[str, ...], environment: Mapping[str, str]
+    ) -> None:
         self._device = device
         self._weights = weights
-        self._options = options
+        self._host_maddrs = host_maddrs
+        self._environment = environment
         self._server: ServerProcess | None = None
 
     def report(self, holding: Holding | None) -> DeviceReport:
+        """What the device has for an assignment."""
         return self._device.report(holding, self._server.pid if self._server is not None else None)
 
     def know(self, assignment: Assign) -> None:
+        """The holders of weights may have changed."""
         self._weights.know(assignment)
 
     async def carry_out(self, assignment: Assign, tell: Callable[[WorkerEvent], None]) -> None:
+        """Do what is assigned until it is cancelled. Whatever runs stays until `stop`, or until it is replaced.
+
+        Args:
+            tell: called with events, whose number does not matter.
+
+        Raises:
+            SwarmError: it cannot be done, or has ended.
+        """
         number, former = assignment.number, self._server.peer_id if self._server is not None else None
         folder = await self._weights.receive(
             assignment, lambda done, total: tell(WorkerEvent("receiving", number, "", done, total, former))
         )
         tell(WorkerEvent("starting", number))
         await self.stop()
-        arguments = server_arguments(assignment, folder, self._device.name, self._options)
+        name, device = self._device.name, self._device.speed.device
+        arguments = server_arguments(assignment, folder, name, device, self._host_maddrs)
         self._server = await ServerProcess.start(
-            arguments, self._options.environment, lambda line: tell(WorkerEvent("starting", number, line))
+            arguments, self._environment, lambda line: tell(WorkerEvent("starting", number, line))
         )
         server_id = await self._server.ready()
         tell(WorkerEvent("online", number, server_id=server_id))
         raise await self._server.ended()
 
     async def stop(self) -> None:
+        """End what runs."""
         if self._server is not None:
             await self._server.stop()
             self._server = None
 
 
-def server_arguments(assignment: Assign, folder: Path, name: str, options: ServerOptions) -> Sequence[str]:
+def server_arguments(
+    assignment: Assign, folder: Path, name: str, device: str, host_maddrs: Sequence[str]
+) -> Sequence[str]:
     """The arguments of `swarm server` for an assignment. Pure."""
     return [
         *(str(folder), "--blocks", f"{assignment.start}:{assignment.end}"),
-        *("--initial-peers", *assignment.initial_peers, "--host-maddrs", *options.host_maddrs, "--relay", "off"),
-        *("--device", options.device, "--dtype", assignment.dtype, "--quant", assignment.quant, "--flash", "off"),
+        *("--initial-peers", *assignment.initial_peers, "--host-maddrs", *host_maddrs, "--relay", "off"),
+        *("--device", device, "--dtype", assignment.dtype, "--quant", assignment.quant, "--flash", "off"),
         *("--share-weights", "off"),  # the worker shares them itself, with its ring only
         *("--cache-tokens", str(assignment.cache_tokens), "--update-period", str(UPDATE_PERIOD_S), "--name", name),
         *(("--threads", str(assignment.threads)) if assignment.threads is not None else ()),

@@ -15,16 +15,16 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Protocol
 
 import msgspec
 
 from swarm.common.token_buckets import TokenBuckets
 from swarm.errors import PairingRefused, PeerTimeout, ProtocolViolation, RemoteError, SwarmError, WrongSecret
 from swarm.protocol import messages
-from swarm.protocol.messages import MAX_REFUSAL_CHARACTERS, Assign, DeviceReport, Holding, WorkerEvent
+from swarm.protocol.messages import MAX_REFUSAL_CHARACTERS, Assign, Holding, WorkerEvent
 from swarm.ring.heartbeat import HEARTBEAT_S, PAIRING_TIMEOUT_S, receive
 from swarm.ring.pairing import new_nonce, require_proof, require_starter
+from swarm.ring.worker.duty import WorkerDuty
 from swarm.ring.worker.memory import WorkerMemory
 from swarm.transport.stream import Stream
 
@@ -47,41 +47,16 @@ REFUSAL_TIMEOUT_S = 2.0
 """How long a refused stream stays open, so that the refusal can be read."""
 
 
-class Duty(Protocol):
-    """Carries out a worker's assignments: receives weights, and runs a server."""
-
-    async def carry_out(self, assignment: Assign, tell: Callable[[WorkerEvent], None]) -> None:
-        """Do what is assigned until it is cancelled. Whatever runs stays until `stop`, or until it is replaced.
-
-        Args:
-            tell: called with events, whose number does not matter.
-
-        Raises:
-            SwarmError: it cannot be done, or has ended.
-        """
-
-    def know(self, assignment: Assign) -> None:
-        """The holders of weights may have changed."""
-
-    async def stop(self) -> None:
-        """End what runs."""
-
-    def report(self, holding: Holding | None) -> DeviceReport:
-        """What the device has for an assignment."""
-
-
 @dataclass(frozen=True)
 class WorkerStatus:
     """What a worker is doing, for people.
 
     Attributes:
-        starter: peer id of the starter that it is paired with.
-        is_connected: whether that starter talks to it now.
+        is_connected: whether its starter talks to it now.
         event: what it does.
         assignment: what it was given.
     """
 
-    starter: str | None
     is_connected: bool
     event: WorkerEvent
     assignment: Assign | None
@@ -106,7 +81,7 @@ class WorkerLife:
         own_id: str,
         memory: WorkerMemory,
         is_member: bool,
-        duty: Duty,
+        duty: WorkerDuty,
         on_change: Callable[[WorkerStatus], None] = lambda status: None,
     ) -> None:
         self.memory = memory
@@ -126,7 +101,7 @@ class WorkerLife:
 
     @property
     def status(self) -> WorkerStatus:
-        return WorkerStatus(self.memory.starter, self._session is not None, self._event, self._assignment)
+        return WorkerStatus(self._session is not None, self._event, self._assignment)
 
     async def serve(self, stream: Stream) -> None:
         """Talk to a peer that wants to be the starter. Raises `RemoteError` when the conversation ends."""

@@ -15,7 +15,7 @@ from swarm.protocol.messages import DeviceReport
 from swarm.ring.joining import any_port, port_of, start_peer, told_addresses
 from swarm.ring.pairing import WorkerLine
 from swarm.ring.worker.device import Device, device_name, find_speed
-from swarm.ring.worker.duty import ServerOptions, WorkerDuty, WorkerWeights
+from swarm.ring.worker.duty import WorkerDuty, WorkerWeights
 from swarm.ring.worker.life import WorkerLife, WorkerStatus
 from swarm.ring.worker.memory import WorkerMemory
 from swarm.transport.p2p import Peer
@@ -95,7 +95,7 @@ async def running_worker(
         if options.membership is not None:
             environment[MEMBERSHIP_VARIABLE] = options.membership.to_line()
         hosts = any_port(options.host_maddrs) or addresses_of_all_interfaces(0)
-        duty = WorkerDuty(device, weights, ServerOptions(hosts, speed.device, environment))
+        duty = WorkerDuty(device, weights, hosts, environment)
         is_member = options.membership is not None
         life = WorkerLife(peer.peer_id, memory, is_member, duty, on_change)
         stack.push_async_callback(life.close)

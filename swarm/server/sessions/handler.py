@@ -116,21 +116,12 @@ class MessageHandler:
         if closing:
             self._sessions.refuse_waiting()
 
-    @property
-    def closed(self) -> bool:
-        """Whether steps of open sessions are refused as well."""
-        return self._steps.closed
-
-    @closed.setter
-    def closed(self, closed: bool) -> None:
-        self._steps.closed = closed
-
     async def idle(self) -> None:
         """Return once every request that has arrived is answered."""
         await self._all_answered.wait()
 
     async def hand_over(self) -> None:
-        """Ask the clients of all sessions to use another server. Their sessions still work until `closed`."""
+        """Ask the clients of all sessions to use another server. Their sessions still work until `hang_up`."""
         notice = ServerClosing("this server is leaving; use another one")
         await asyncio.gather(*(_notify(client, notice) for client in self._sessions.clients()))
 
@@ -150,7 +141,7 @@ class MessageHandler:
 
     def hang_up(self) -> None:
         """Accept nothing more and close all streams, so that nothing keeps the blocks in memory."""
-        self.closing = self.closed = True
+        self.closing = self._steps.closed = True
         for stream in [stream for streams in self._streams.values() for stream in streams]:
             stream.close()
         self._sessions.clear()

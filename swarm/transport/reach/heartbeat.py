@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
+from contextlib import closing
 
 from hivemind.p2p import P2P, P2PDaemonError, PeerID
 
@@ -78,11 +79,8 @@ class Heartbeat:
 async def round_trip(p2p: P2P, peer_id: str) -> float:
     """Seconds that an echo takes on the connection there is to a peer; 0 if none comes."""
     try:
-        heartbeat = await Heartbeat.open(p2p, PeerID.from_base58(peer_id), ECHO_TIMEOUT_S)
-        try:
+        with closing(await Heartbeat.open(p2p, PeerID.from_base58(peer_id), ECHO_TIMEOUT_S)) as heartbeat:
             await heartbeat.beat(ECHO_TIMEOUT_S)
-        finally:
-            heartbeat.close()
     except PeerLost:
         return 0.0
     return heartbeat.round_trip_s

@@ -18,7 +18,7 @@ import struct
 import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from ipaddress import ip_address
 from typing import Any
 from weakref import WeakValueDictionary
@@ -152,11 +152,8 @@ class HolePuncher:
             sought = next((one for one in found if one is not None), None)
             if sought is None:
                 raise RequestRefused("this peer has no direct connection to the one that is sought")
-            other = await self._open_stream(request.peer_id)
-            try:
+            with closing(await self._open_stream(request.peer_id)) as other:
                 await other.send(messages.Punch(stream.peer_id, asker, request.reverse))
-            finally:
-                other.close()
         except (RequestRefused, PeerLost) as error:
             await stream.send(messages.refusal(error))
             return
@@ -217,12 +214,9 @@ class HolePuncher:
         try:
             async with asyncio.timeout(ASK_TIMEOUT_S):
                 await daemon_streams.connect(self._p2p, PeerID.from_base58(relay), [Multiaddr(relay_address)])
-                stream = await self._open_stream(relay)
-                try:
+                with closing(await self._open_stream(relay)) as stream:
                     await stream.send(messages.PunchRequest(peer_id, reverse=not dials))
                     reply = messages.decode_reachability((await stream.receive(0)).header)
-                finally:
-                    stream.close()
             if isinstance(reply, messages.Refusal):
                 raise remote_error(reply.code, reply.message)
             if not isinstance(reply, messages.PunchReply) or _public_address(reply.address) is None:

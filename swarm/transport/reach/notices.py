@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 
 from hivemind.p2p import P2P, P2PDaemonError, PeerID
 from multiaddr import Multiaddr
@@ -120,11 +120,8 @@ class Notices:
     async def _send(self, peer_id: str, message: messages.UnreachableNotice | messages.LookAgain) -> None:
         try:
             async with asyncio.timeout(NOTICE_TIMEOUT_S):
-                stream = await self._open_stream(peer_id)
-                try:
+                with closing(await self._open_stream(peer_id)) as stream:
                     await stream.send(message)
-                finally:
-                    stream.close()
         except (RemoteError, TimeoutError) as error:
             logger.debug("…%s was not told of a peer that cannot be dialed: %s", peer_id[-6:], error)
 

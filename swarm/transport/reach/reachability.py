@@ -6,7 +6,7 @@ import asyncio
 import logging
 import random
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 
 from hivemind.p2p import P2P, P2PDaemonError
@@ -245,11 +245,8 @@ class Reachability:
 
     async def _ask(self, peer_id: str, ports: list[int]) -> DialReport | None:
         try:
-            stream = await self._open_stream(peer_id)
-            try:
+            with closing(await self._open_stream(peer_id)) as stream:
                 return replace(await ask(stream, ports), is_trusted=peer_id in _ids(self._options.initial_peers))
-            finally:
-                stream.close()
         except RemoteError as error:
             logger.debug("…%s does not say whether it can reach this peer: %s", peer_id[-6:], error)
             return None

@@ -7,7 +7,7 @@ import logging
 import math
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 
 from hivemind.p2p import P2P, P2PDaemonError, PeerID
@@ -272,12 +272,9 @@ class RelayPlaces:
         await self._connect(relay)
         with suppress(RemoteError, TimeoutError):
             async with asyncio.timeout(FORGET_TIMEOUT_S):
-                stream = await self._open_stream(relay.peer_id)
-                try:
+                with closing(await self._open_stream(relay.peer_id)) as stream:
                     await stream.send(messages.ForgetConnections())
                     await stream.receive(0)  # nothing comes: the stream ends with the connection
-                finally:
-                    stream.close()
         await self._disconnect(relay)
         await self._connect(relay)
 
@@ -297,11 +294,8 @@ class RelayPlaces:
 
     async def _prove_membership(self, relay: Relay) -> None:
         """Prove to a relay of a private swarm that this peer is a member. Raises `RemoteError`."""
-        stream = await self._open_stream(relay.peer_id)
-        try:
+        with closing(await self._open_stream(relay.peer_id)) as stream:
             await ask(stream, [])
-        finally:
-            stream.close()
 
     async def _prove(self, relay: Relay, heartbeat: Heartbeat) -> float:
         """Prove that a relay carries connections; when to do it again. Raises `RemoteError`."""

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from swarm.cli.chat.conversation import (
     COMMANDS,
     Conversation,
-    ConversationMessage,
     InvalidCommand,
     NoticePiece,
     ProgressPiece,
@@ -68,16 +67,16 @@ def test_what_is_shown_of_events():
 
 
 def roles(conversation: Conversation) -> str:
-    return "".join(message.role[0] for message in conversation.messages)
+    return "".join(message["role"][0] for message in conversation.messages)
 
 
 def test_messages():
     conversation = Conversation("Be brief.").with_question("Hi").with_answer("Hello").with_question("Bye")
     assert conversation.messages == (
-        ConversationMessage("system", "Be brief."),
-        ConversationMessage("user", "Hi"),
-        ConversationMessage("assistant", "Hello"),
-        ConversationMessage("user", "Bye"),
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": "Hello"},
+        {"role": "user", "content": "Bye"},
     )
     assert roles(Conversation().with_question("Hi")) == "u"
 

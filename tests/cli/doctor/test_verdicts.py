@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swarm.cli.doctor import verdicts
-from swarm.cli.doctor.verdicts import GpuProperties, Verdict
+from swarm.cli.doctor.verdicts import Verdict
 
 OK, WARNING, FAILURE, UNKNOWN = Verdict.OK, Verdict.WARNING, Verdict.FAILURE, Verdict.UNKNOWN
 ADDRESS = "/ip4/192.0.2.1/tcp/31337/p2p/QmPeer"
@@ -22,12 +22,12 @@ def test_verdicts():
         (verdicts.package("torch", "2.1", ">=2.8", False), FAILURE, "needs >=2.8", "pip install 'torch>=2.8'"),
         (verdicts.package("torch", None, ">=2.8", True), FAILURE, "not installed", "pip install 'torch>=2.8'"),
         (
-            verdicts.gpu(GpuProperties("H100", 80 * 10**9, 79 * 10**9, (9, 0), "12.8")),
+            verdicts.gpu("H100", 80 * 10**9, 79 * 10**9, (9, 0), "12.8"),
             OK,
             "9.0, driver for CUDA 12",
             "",
         ),
-        (verdicts.gpu(GpuProperties("H100", 80 * 10**9, 79 * 10**9, (9, 0), "")), OK, "79 GB of 80 GB free", ""),
+        (verdicts.gpu("H100", 80 * 10**9, 79 * 10**9, (9, 0), ""), OK, "79 GB of 80 GB free", ""),
         (verdicts.no_gpu(False, None), OK, "on the CPU", ""),
         (verdicts.no_gpu(True, None), WARNING, "built for CPUs", "build of torch for CUDA"),
         (verdicts.no_gpu(True, "12.8"), WARNING, "for CUDA 12.8", "NVIDIA's driver"),

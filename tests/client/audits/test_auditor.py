@@ -42,7 +42,6 @@ class Audits:
             file,
             self.note,
             random.Random(seed),
-            time.monotonic,
         )
 
     def note(self, event: Any) -> None:

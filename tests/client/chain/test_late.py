@@ -56,7 +56,7 @@ def test_the_late_one_may_be_first_and_stays(span_model, name, push):
         assert swarm.servers[name + "2"].count(messages.OpenSession) > 0
         assert swarm.planner.overtaken == []
         assert swarm.planner.failures == []
-        assert name in {hop.peer_id for hop in talk.chain._hops}
+        assert name in {hop.peer_id for hop in talk.chain._hops.hops}
         await slow_for(swarm, name, 0.01)
 
     run(span_model, act, push=push)
@@ -73,7 +73,7 @@ def test_one_that_answers_in_the_end_was_slow_and_is_not_reported(span_model, na
         await asyncio.sleep(30)
         assert swarm.planner.failures == []
         assert count(swarm, HopLost) == count(swarm, Recovered) == 1
-        assert name not in {hop.peer_id for hop in talk.chain._hops}
+        assert name not in {hop.peer_id for hop in talk.chain._hops.hops}
         assert len(swarm.servers[name].sessions) == 0
 
     run(span_model, act)
@@ -192,9 +192,9 @@ def test_a_server_that_is_slow_all_the_time_is_left_and_new_sessions_avoid_it(sp
             await talk.append(1, 1)
         assert now() - began < 20 * 2.0
         assert swarm.planner.failures == []
-        assert name not in {hop.peer_id for hop in talk.chain._hops}
+        assert name not in {hop.peer_id for hop in talk.chain._hops.hops}
         another = await swarm.chain()
-        assert name not in {hop.peer_id for hop in another.chain._hops}
+        assert name not in {hop.peer_id for hop in another.chain._hops.hops}
         await another.chain.close()
 
     run(span_model, act)

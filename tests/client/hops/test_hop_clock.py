@@ -16,13 +16,13 @@ def clock() -> HopClock:
 def test_the_deadline_runs_from_when_the_first_step_became_the_next_one():
     one = clock()
     one.on_handed(0, 0, 1, now=10.0)
-    assert one.deadline == 10.0 + one.timeout(1)
+    assert one.deadline == 10.0 + one.timeouts.timeout(1)
     one.on_handed(1, 0, 2, now=15.0)
-    assert one.deadline == 10.0 + one.timeout(2)
+    assert one.deadline == 10.0 + one.timeouts.timeout(2)
     one.on_reply(0, 1, 0.5, False, now=16.0)
     assert one.deadline == NO_DEADLINE
     one.on_handed(1, 1, 1, now=16.0)
-    assert one.deadline == 16.0 + one.timeout(1)
+    assert one.deadline == 16.0 + one.timeouts.timeout(1)
     one.stop()
     assert one.deadline == NO_DEADLINE
 
@@ -42,14 +42,14 @@ def test_the_steps_of_a_call_are_timed_together():
 
 def test_an_answer_whose_start_is_not_known_teaches_nothing():
     one = clock()
-    before = one.timeout(1)
+    before = one.timeouts.timeout(1)
     one.on_expected(now=0.0)
     one.on_reply(0, 1, 0.5, False, now=100.0)
     assert one.timing == HopTiming(0.5, 0.5)
-    assert one.timeout(1) == before
+    assert one.timeouts.timeout(1) == before
     one.on_handed(1, 1, 1, now=100.0)
     one.on_reply(1, 1, 0.5, False, now=130.0)
-    assert one.timeout(1) > before
+    assert one.timeouts.timeout(1) > before
     assert one.timing == HopTiming(pytest.approx(30.0), 0.5)
 
 

@@ -379,11 +379,11 @@ def test_an_answer_that_overtakes_the_word_of_the_push_says_nothing_of_the_time(
 
     async def scenario(server, one):
         one.expect(0, OutputShape(3, HIDDEN))
-        before = one.progress.clock.timeout(3)
+        before = one.progress.clock.timeouts.timeout(3)
         await asyncio.sleep(5)
         await server.say(*reply(0))
         assert one.progress.clock.timing.total == one.progress.clock.timing.compute
-        assert one.progress.clock.timeout(3) == before
+        assert one.progress.clock.timeouts.timeout(3) == before
         one.expect(1, OutputShape(3, HIDDEN))
         await asyncio.sleep(5)
         one.progress.on_pushed(1, True, time.perf_counter())

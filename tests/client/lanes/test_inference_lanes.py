@@ -80,13 +80,13 @@ def test_a_failover_in_one_lane_does_not_touch_the_others(model: Any) -> None:
         for lane in lanes:
             lane.step(embeddings)
         chains = [lane.session._chain for lane in lanes]
-        others = list(chains[1]._hops)
+        others = list(chains[1]._hops.hops)
         lost = chains[0]._hops.hops[1]
         lost.progress.on_failed(ServerFault("made up by this test"))
         first, second = [lane.submit(more) for lane in lanes]
         torch.testing.assert_close(first.result(), second.result(), rtol=1e-4, atol=1e-4)
         assert chains[0]._hops.hops[1] is not lost
-        assert list(chains[1]._hops) == others
+        assert list(chains[1]._hops.hops) == others
 
 
 def test_closing_cancels_running_steps(model: Any) -> None:

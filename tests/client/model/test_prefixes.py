@@ -115,7 +115,7 @@ def test_an_open_session_can_be_copied(model: Any, local: Any) -> None:
         greedy(model, tokens, 2)
         prefix.source.hops = tuple(
             replace(one, session_id=hop.session_id)
-            for one, hop in zip(prefix.source.hops, first._chain._hops, strict=True)
+            for one, hop in zip(prefix.source.hops, first._chain._hops.hops, strict=True)
         )
         written, begun, events = next_turn(model, prefix, tokens)
         assert (begun, replayed(events)) == (len(prefix), [])

@@ -9,10 +9,11 @@ import openai
 import pydantic
 import pytest
 
-from swarm.gateway.dialects.openai_responses import ResponsesDialect, read_responses_request
+from swarm.gateway.dialects.openai_responses import RESPONSES, ResponsesDialect, ResponsesRequest
 from swarm.gateway.openai.api_errors import BadRequest, ServiceUnavailable
 from swarm.gateway.openai.dialect import StreamEvent
 from swarm.gateway.openai.request_conversion import template_message
+from swarm.gateway.openai.request_schema import decode_request
 from tests.gateway.scripts import EXPECTED, MODEL, WEATHER
 
 TOOLS: Any = [{"type": "function", **WEATHER["function"], "strict": True}]
@@ -144,7 +145,8 @@ def test_a_stream_that_fails_ends_with_a_numbered_error():
 
 
 def read(*items: dict[str, Any], **fields: Any) -> list[dict[str, Any]]:
-    asked = read_responses_request(msgspec.json.encode({"model": "m", "input": items, **fields}))
+    body = msgspec.json.encode({"model": "m", "input": items, **fields})
+    asked = decode_request(ResponsesRequest, body, RESPONSES)
     return [template_message(message) for message in asked.chat(asked.items).messages]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -12,8 +13,8 @@ from hypothesis import strategies as st
 from swarm.gateway.openai.api_errors import BadRequest
 from swarm.gateway.openai.refused_fields import CHAT
 from swarm.gateway.openai.request_conversion import template_message
-from swarm.gateway.openai.request_schema import parse_chat_request, parse_completion_request
-from swarm.gateway.tokenizer_endpoints import parse_detokenize_request, parse_tokenize_request
+from swarm.gateway.openai.request_schema import decode_request, parse_chat_request, parse_completion_request
+from swarm.gateway.tokenizer_endpoints import DetokenizeRequest, parse_tokenize_request
 from swarm.generation.formats.response_format import AnswerForm
 
 USER = [{"role": "user", "content": "hello"}]
@@ -101,7 +102,7 @@ def test_only_fields_that_change_no_answer_are_ignored():
         (parse_completion_request, completion(unknown=False)),
         (parse_tokenize_request, chat(unknown=[])),
         (parse_tokenize_request, completion(unknown={})),
-        (parse_detokenize_request, b'{"tokens": [1], "unknown": ""}'),
+        (partial(decode_request, DetokenizeRequest), b'{"tokens": [1], "unknown": ""}'),
     ):
         failure = refused(read, body)
         assert str(failure) == "unknown is not supported; leave it out"

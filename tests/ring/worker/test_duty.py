@@ -8,7 +8,7 @@ import pytest
 
 from swarm.errors import WorkerFailed
 from swarm.protocol.messages import Assign
-from swarm.ring.worker.duty import ServerOptions, ServerProcess, WorkerDuty, server_arguments
+from swarm.ring.worker.duty import ServerProcess, WorkerDuty, server_arguments
 from swarm.server.__main__ import main as server_command
 
 ASSIGN = Assign(
@@ -17,8 +17,8 @@ ASSIGN = Assign(
 )
 
 
-def options_of(assignment, tmp_path, **options):
-    arguments = server_arguments(assignment, tmp_path, "pi", ServerOptions(("/ip4/0.0.0.0/tcp/0",), **options))
+def options_of(assignment, tmp_path, device="auto"):
+    arguments = server_arguments(assignment, tmp_path, "pi", device, ["/ip4/0.0.0.0/tcp/0"])
     return server_command.make_context("server", list(arguments)).params
 
 
@@ -72,7 +72,7 @@ def test_a_server_keeps_its_blocks_until_the_weights_of_others_are_there(tmp_pat
             self.stopped = True
 
     async def scenario():
-        duty = WorkerDuty(None, NoWeights(), ServerOptions(()))
+        duty = WorkerDuty(None, NoWeights(), (), {})
         running = duty._server = Running()
         events = []
         with pytest.raises(WorkerFailed):

@@ -7,8 +7,7 @@ import stat
 import pytest
 
 from swarm.errors import FolderInUse, InvalidOption
-from swarm.ring.joining import told_addresses, with_peer_id
-from swarm.ring.locked_folder import LockedFolder
+from swarm.ring.joining import LockedFolder, told_addresses, with_peer_id
 from swarm.ring.worker.memory import FILE, WorkerMemory
 
 

@@ -253,7 +253,7 @@ async def test_a_leaving_server(server):
     last = await client.ask(request, payload)
     assert isinstance(last[0], messages.StepReply)
 
-    server.handler.closed = True
+    server.handler._steps.closed = True
     await client.refused("server_closing", changed(STEP, step=3, starts=[4]), bytes_of(1))
     replay = messages.ReplayRequest(3, [0], [1], WireFormat.NONE, "float32", None, False)
     await client.refused("server_closing", replay, bytes_of(1))

@@ -37,6 +37,7 @@ BACKWARD = messages.BackwardRequest(REVISION, SPAN.start, SPAN.end, [2, 1], Wire
 
 class Told(ServerObserver):
     def __init__(self) -> None:
+        super().__init__()
         self.charged = self.capacity = self.refusals = 0
 
     def memory_totals(self, charged: int, capacity: int) -> None:

@@ -6,21 +6,18 @@
         block-0003.neurons.resident.safetensors    the block's other tensors
         block-0003.neurons.json                    the manifest, written last: without it, the block is not prepared
         block-0003.neurons.predictor.safetensors   a predictor that was trained for the block, see `neurons`
-        block-0003.neurons.predictor.json          its digest, and that of the block that it was trained for
         block-0003.block.records                   the same block for a server that is exact, and so on
       .locks/
         org--model@0123…cdef@bfloat16.*       see `preparation_lock`
 
 The kind of record is part of the name: servers that select neurons and servers that stream whole blocks use the same
-folder at the same time. A predictor is trained after its block was prepared, so it has an entry of its own.
+folder at the same time. A predictor is trained after its block was prepared, so its file says for which weights it is.
 """
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import logging
-import os
 import re
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -41,7 +38,7 @@ UNFINISHED = ".unfinished"
 """Ends the name of a file that is being written."""
 
 _FILE_NAME = re.compile(
-    r"block-(\d{4,6})\.(?:([a-z]+)\.)??(records|(?:resident|predictor)\.safetensors|json|predictor\.json)(\.unfinished)?"
+    r"block-(\d{4,6})\.(?:([a-z]+)\.)??(records|(?:resident|predictor)\.safetensors|json)(\.unfinished)?"
 )
 
 
@@ -73,10 +70,6 @@ class BlockFiles:
     @property
     def predictor(self) -> Path:
         return self._path("predictor.safetensors")
-
-    @property
-    def predictor_entry(self) -> Path:
-        return self._path("predictor.json")
 
     def _path(self, ending: str) -> Path:
         return self.folder / f"block-{self.block:04}.{self.kind}.{ending}"
@@ -167,10 +160,13 @@ def preparation_lock(model: PackedModel) -> Iterator[None]:
     """
     with ExitStack() as stack:
         try:
-            descriptor = _opened(model.root / LOCKS_FOLDER / f"{model.folder_name}.preparing", stack)
-            if not _try_lock(descriptor, fcntl.LOCK_EX):
+            (model.root / LOCKS_FOLDER).mkdir(parents=True, exist_ok=True)
+            file = stack.enter_context((model.root / LOCKS_FOLDER / f"{model.folder_name}.preparing").open("wb"))
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
                 logger.info("Another process is preparing blocks of %s: waiting until it has finished", model.name)
-                fcntl.flock(descriptor, fcntl.LOCK_EX)
+                fcntl.flock(file, fcntl.LOCK_EX)
         except OSError as error:
             raise unusable_folder(model.root, error) from None
         yield
@@ -182,20 +178,3 @@ def unusable_folder(root: Path, error: OSError) -> PackedFileError:
         f"the folder for packed weights, {root}, cannot be used ({error.strerror or error}); "
         "choose a folder on a local drive with --cache-dir"
     )
-
-
-def _opened(path: Path, stack: ExitStack) -> int:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    stack.callback(os.close, descriptor)
-    return descriptor
-
-
-def _try_lock(descriptor: int, operation: int) -> bool:
-    try:
-        fcntl.flock(descriptor, operation | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
-            return False
-        raise
-    return True

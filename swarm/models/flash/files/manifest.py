@@ -1,31 +1,28 @@
 """The manifest of a block's packed files: what they hold, how they lie, and the digests of their contents.
 
 A manifest is written last, so a block that has one was written completely. It is a file, so nothing in it is believed:
-its own digest finds changed bytes, and every number is compared with the others and with the sizes of the files before
-anything is allocated for it.
+its own digest finds changed bytes, what it says of the block must be what would be written now, and the sizes of the
+files are compared before anything is read.
 """
 
 from __future__ import annotations
 
 import hashlib
-import math
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TypeVar
 
-import torch
-
-from swarm.common.dtypes import HIDDEN_DTYPES, dtype_name
-from swarm.common.files.checked_json import fields, integer, items, mapping, parse_json, text, to_json
+from swarm.common.dtypes import dtype_name
+from swarm.common.files.atomic_file import read_small
+from swarm.common.files.checked_json import fields, integer, items, parse_json, text, to_json
 from swarm.common.units import format_bytes
 from swarm.errors import PackedFileError
-from swarm.models.flash.block_plan import BlockPlan, RecordKind
+from swarm.models.flash.block_plan import BlockPlan
 from swarm.models.flash.files.block_files import BlockFiles, PackedModel
-from swarm.models.flash.records import RecordField, RecordLayout
+from swarm.models.flash.records import RecordLayout
 
 PART_BYTES = 64 << 20
 """Bytes of a file that one digest covers, so that many threads check a large file at once and a message can say where
@@ -131,12 +128,9 @@ MAX_NUMBER = 1 << 50
 """Bound of every number in a manifest: a petabyte."""
 
 MAX_NAME_LENGTH = 4096
-MAX_DIMENSIONS = 16
 
 _SEALED = re.compile(rb'\{"sha256":"([0-9a-f]{64})","content":(.*)\}', re.DOTALL)
 """The content of a file: the SHA-256 of some JSON, and this JSON."""
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -193,64 +187,53 @@ class Manifest:
         return self.records.size + self.resident.size
 
 
-@dataclass(frozen=True)
-class PredictorEntry:
-    """What a predictor's file holds.
-
-    Attributes:
-        format: `FORMAT_VERSION`.
-        digest: of the block that it was trained for.
-        content: of its file.
-    """
-
-    format: int
-    digest: str
-    content: FileContent
-
-
-def encode_sealed(content: Manifest | PredictorEntry) -> bytes:
-    """The content of the file of a manifest or an entry."""
-    values = asdict(content)
-    if isinstance(content, Manifest):
-        del values["layout"]["dtype"]  # it is the manifest's
-    data = to_json(values)
+def encode_manifest(manifest: Manifest) -> bytes:
+    """The content of the file of a manifest."""
+    data = _json_of(manifest)
     return b'{"sha256":"%s","content":%s}' % (hashlib.sha256(data).hexdigest().encode(), data)
 
 
-def read_manifest(path: Path) -> Manifest:
-    """Read a manifest and check it in itself; whether it is the expected one, and the files fit, is checked later.
+def _json_of(manifest: Manifest) -> bytes:
+    values = asdict(manifest)
+    del values["layout"]["dtype"]  # it is the manifest's
+    return to_json(values)
+
+
+def read_manifest(path: Path, model: PackedModel, block: int, plan: BlockPlan, layout: RecordLayout) -> Manifest:
+    """Read the manifest of this block of this model, with records of this plan. Whether the files fit is checked later.
 
     Raises:
         FileNotFoundError: there is none.
-        PackedFileError: it cannot be used.
+        PackedFileError: it cannot be used, or is that of other files than would be written now.
     """
-    return _read(path, _manifest)
-
-
-def read_predictor_entry(path: Path) -> PredictorEntry:
-    """Read a predictor's entry and check it in itself.
-
-    Raises:
-        FileNotFoundError: there is none.
-        PackedFileError: it cannot be used.
-    """
-    return _read(path, _predictor_entry)
-
-
-def _read(path: Path, decode: Callable[[object], T]) -> T:
     try:
-        with open(path, "rb") as file:
-            data = file.read(MAX_MANIFEST_BYTES + 1)
+        content = _unsealed(read_small(path, MAX_MANIFEST_BYTES))
+        digest, records, resident = fields(content, ("digest", "records", "resident"), closed=False)
+        contents = _file_content(records), _file_content(resident)
+        expected = Manifest.of(model, block, text(digest, 64, "[0-9a-f]+"), plan, layout, contents)
+        _require_same(content, parse_json(_json_of(expected)))
+        if layout.file_bytes != expected.records.size:
+            raise ValueError("the records do not have the size of their file")
     except FileNotFoundError:
         raise
     except OSError as error:
         raise PackedFileError(f"{path.name} cannot be read ({error.strerror})") from None
-    if len(data) > MAX_MANIFEST_BYTES:
-        raise PackedFileError(f"{path.name} is larger than {MAX_MANIFEST_BYTES >> 20} MiB")
-    try:
-        return decode(_unsealed(data))
     except (ValueError, RecursionError) as error:  # bad Unicode is a ValueError
         raise PackedFileError(f"{path.name} is not a manifest ({error})") from None
+    return expected
+
+
+def _require_same(content: object, expected: object) -> None:
+    """Raise `PackedFileError` unless a manifest says what is expected."""
+    names = ("model", "revision", "dtype", "block", "plan")
+    *identity, plan = fields(content, names, closed=False)
+    *wanted, wanted_plan = fields(expected, names, closed=False)
+    kinds = [fields(one, ["kind"], closed=False) for one in (plan, wanted_plan)]
+    if identity != wanted or kinds[0] != kinds[1]:
+        name, block = _name(identity[0]), _size(identity[3])
+        raise PackedFileError(f"the files are those of block {block} of {name}, or hold records of another kind")
+    if content != expected:
+        raise PackedFileError("it was prepared in another way than this program does it")
 
 
 def _unsealed(data: bytes) -> object:
@@ -265,70 +248,6 @@ def _unsealed(data: bytes) -> object:
     if _size(version) != FORMAT_VERSION:
         raise ValueError(f"it has format {version}, this program writes and reads format {FORMAT_VERSION}")
     return content
-
-
-def _manifest(value: object) -> Manifest:
-    names = ("model", "revision", "block", "dtype", "digest", "plan", "layout", "records", "resident")
-    _, model, revision, block, dtype, digest, plan, layout, records, resident = fields(value, ("format", *names))
-    if _name(dtype) not in HIDDEN_DTYPES:
-        raise ValueError(f"it has the unknown dtype {dtype[:32]!r}")
-    checked_plan = _plan(plan)
-    manifest = Manifest(
-        FORMAT_VERSION,
-        _name(model),
-        _name(revision),
-        _size(block),
-        dtype,
-        text(digest, 64, "[0-9a-f]+"),
-        checked_plan,
-        _layout(layout, checked_plan, HIDDEN_DTYPES[dtype]),
-        _file_content(records),
-        _file_content(resident),
-    )
-    if manifest.layout.file_bytes != manifest.records.size:
-        raise ValueError("the records do not have the size of their file")
-    return manifest
-
-
-def _predictor_entry(value: object) -> PredictorEntry:
-    _, digest, content = fields(value, ("format", "digest", "content"))
-    return PredictorEntry(FORMAT_VERSION, _name(digest), _file_content(content))
-
-
-def _plan(value: object) -> BlockPlan:
-    kind, modules, axes, resident = fields(value, ("kind", "modules", "axes", "resident"))
-    return BlockPlan(
-        RecordKind(_name(kind)),
-        {_name(role): _name(path) for role, path in mapping(modules).items()},
-        {_name(tensor): _axis(axis) for tensor, axis in mapping(axes).items()},
-        tuple(_name(one) for one in items(resident)),
-    )
-
-
-def _layout(value: object, plan: BlockPlan, dtype: torch.dtype) -> RecordLayout:
-    """The layout that tensors of these shapes have; it must be the one that the manifest describes."""
-    listed, *numbers = fields(value, ("fields", "count", "record_bytes", "stride"))
-    described = RecordLayout(dtype, tuple(_field(one) for one in items(listed)), *map(_size, numbers))
-    shapes = {}
-    for field in described.fields:
-        if field.axis is None:
-            shapes[field.tensor] = field.shape
-        elif field.axis <= len(field.shape):
-            shapes[field.tensor] = (*field.shape[: field.axis], described.count, *field.shape[field.axis :])
-        else:
-            raise ValueError(f"{field.tensor} has no axis {field.axis}")
-    if {field.tensor: field.axis for field in described.fields} != plan.axes or not described.count:
-        raise ValueError("the layout is not that of the plan")
-    if any(math.prod(shape) == 0 for shape in shapes.values()) or described.file_bytes > MAX_NUMBER:
-        raise ValueError("the records are empty or too large")
-    if RecordLayout.of(shapes, plan.axes, dtype) != described:
-        raise ValueError("the layout's numbers contradict each other")
-    return described
-
-
-def _field(value: object) -> RecordField:
-    tensor, axis, shape, offset = fields(value, ("tensor", "axis", "shape", "offset"))
-    return RecordField(_name(tensor), _axis(axis), tuple(map(_size, items(shape, MAX_DIMENSIONS))), _size(offset))
 
 
 def _file_content(value: object) -> FileContent:
@@ -347,30 +266,12 @@ def _size(value: object) -> int:
     return integer(value, 0, MAX_NUMBER)
 
 
-def _axis(value: object) -> int | None:
-    return None if value is None else integer(value, 0, MAX_DIMENSIONS)
-
-
-def check_identity(manifest: Manifest, model: PackedModel, block: int, kind: RecordKind) -> None:
-    """Raise `PackedFileError` unless the manifest is that of this block of this model, with records of this kind."""
-    expected = (model.name, model.revision, dtype_name(model.dtype), block, kind)
-    found = (manifest.model, manifest.revision, manifest.dtype, manifest.block, manifest.plan.kind)
-    if found != expected:
-        what = f"{manifest.plan.kind}, {manifest.dtype}"
-        raise PackedFileError(f"the files are those of block {manifest.block} of {manifest.model} ({what})")
-
-
 def check_sizes(manifest: Manifest, files: BlockFiles) -> None:
     """Raise `PackedFileError` unless both files exist and have the sizes that the manifest gives."""
-    check_size(files.records, manifest.records)
-    check_size(files.resident, manifest.resident)
-
-
-def check_size(path: Path, content: FileContent) -> None:
-    """Raise `PackedFileError` unless the file exists and has the size that it should have."""
-    try:
-        size = path.stat().st_size
-    except OSError as error:
-        raise PackedFileError(f"{path.name} cannot be read ({error.strerror})") from None
-    if size != content.size:
-        raise PackedFileError(f"{path.name} has {size} bytes instead of {content.size}")
+    for path, content in ((files.records, manifest.records), (files.resident, manifest.resident)):
+        try:
+            size = path.stat().st_size
+        except OSError as error:
+            raise PackedFileError(f"{path.name} cannot be read ({error.strerror})") from None
+        if size != content.size:
+            raise PackedFileError(f"{path.name} has {size} bytes instead of {content.size}")

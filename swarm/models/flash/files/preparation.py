@@ -25,7 +25,7 @@ from swarm.models.flash.files.block_files import (
     preparation_lock,
     unusable_folder,
 )
-from swarm.models.flash.files.manifest import FORMAT_VERSION, Manifest, PredictorEntry, encode_sealed
+from swarm.models.flash.files.manifest import Manifest, encode_manifest
 from swarm.models.flash.files.prepared_block import PreparedBlock, open_block
 from swarm.models.flash.files.record_writing import record_bytes, safetensors_bytes, sync_folder, write_file
 from swarm.models.flash.planned_blocks import PlannedBlock, block_tensors, check_tensors
@@ -203,7 +203,7 @@ def _write_block(
             )
             sync_folder(model.folder)
             manifest = Manifest.of(model, block, digest, plan, planned.layout, contents)
-            write_file(files.manifest, _bytes(encode_sealed(manifest)))
+            write_file(files.manifest, _bytes(encode_manifest(manifest)))
             sync_folder(model.folder)
         except BaseException:
             _remove_files(files)
@@ -221,7 +221,7 @@ def _read_back(model: PackedModel, block: int, planned: PlannedBlock) -> Prepare
 
 
 def add_predictor(model: PackedModel, prepared: PreparedBlock, data: bytes) -> None:
-    """Write the file of a predictor that was trained for a prepared block, and its entry. An older one is replaced.
+    """Write the file of a predictor that was trained for a prepared block. An older one is replaced.
 
     Args:
         data: a safetensors file.
@@ -230,14 +230,8 @@ def add_predictor(model: PackedModel, prepared: PreparedBlock, data: bytes) -> N
         NotEnoughSpace: the drive is full.
         PackedFileError: the folder cannot be written.
     """
-    files = prepared.files
     with preparation_lock(model), _write_errors(model, f"block {prepared.block}"):
-        files.predictor_entry.unlink(missing_ok=True)
-        content = write_file(files.predictor, _bytes(data))
-        sync_folder(model.folder)
-        write_file(
-            files.predictor_entry, _bytes(encode_sealed(PredictorEntry(FORMAT_VERSION, prepared.digest, content)))
-        )
+        write_file(prepared.files.predictor, _bytes(data))
         sync_folder(model.folder)
 
 

@@ -14,11 +14,8 @@ from swarm.models.flash.files.block_files import BlockFiles, PackedModel
 from swarm.models.flash.files.manifest import (
     FileContent,
     Manifest,
-    check_identity,
-    check_size,
     check_sizes,
     read_manifest,
-    read_predictor_entry,
     verify_parts,
 )
 from swarm.models.flash.planned_blocks import PlannedBlock
@@ -60,23 +57,6 @@ class PreparedBlock:
         except (SafetensorError, OSError) as error:
             raise PackedFileError(f"{self.files.resident} cannot be read: {error}") from None
 
-    def predictor(self) -> Path | None:
-        """The file of the predictor that was trained for these weights, checked; None if there is none.
-
-        Raises `PackedFileError` if there is one that is broken, or that was trained for other weights: it has to be
-        trained again.
-        """
-        try:
-            entry = read_predictor_entry(self.files.predictor_entry)
-        except FileNotFoundError:
-            return None
-        path = self.files.predictor
-        if entry.digest != self.digest:
-            raise PackedFileError(f"{path.name} was trained for other weights")
-        check_size(path, entry.content)
-        _check_content(path, entry.content)
-        return path
-
 
 def open_block(
     model: PackedModel,
@@ -117,12 +97,9 @@ def _checked_manifest(
 ) -> Manifest:
     """The manifest of files that can be used. Raises `FileNotFoundError` if there is none, and `PackedFileError`."""
     files = model.files(block, planned.plan.kind)
-    manifest = read_manifest(files.manifest)
-    check_identity(manifest, model, block, planned.plan.kind)
+    manifest = read_manifest(files.manifest, model, block, planned.plan, planned.layout)
     if digest is not None and manifest.digest != digest:
         raise PackedFileError("the checkpoint's weights have changed since")
-    if (manifest.plan, manifest.layout) != (planned.plan, planned.layout):
-        raise PackedFileError("it was prepared in another way than this program does it")
     check_sizes(manifest, files)
     _check_content(files.records, manifest.records, progress)
     _check_content(files.resident, manifest.resident, progress)
@@ -130,7 +107,7 @@ def _checked_manifest(
     return manifest
 
 
-def _check_content(path: Path, content: FileContent, progress: Callable[[int], object] = lambda size: None) -> None:
+def _check_content(path: Path, content: FileContent, progress: Callable[[int], object]) -> None:
     """Raise `PackedFileError` unless the file holds what was written."""
     try:
         verify_parts(path, content.parts, progress)

@@ -172,13 +172,11 @@ class _Formula(nn.Module):
 def _down_output(owner: nn.Module, down: str, hidden: torch.Tensor) -> torch.Tensor | None:
     """What the child `down` returns while the owner runs; None if the owner needs more than hidden states."""
     outputs: list[torch.Tensor] = []
-    handle = owner.get_submodule(down).register_forward_hook(lambda module, args, output: outputs.append(output))
-    try:
-        owner(hidden)
-    except _NOT_CALLABLE_SO:
-        return None
-    finally:
-        handle.remove()
+    with owner.get_submodule(down).register_forward_hook(lambda module, args, output: outputs.append(output)):
+        try:
+            owner(hidden)
+        except _NOT_CALLABLE_SO:
+            return None
     return outputs[0] if len(outputs) == 1 else None
 
 

@@ -6,7 +6,9 @@ before their weights are read. Its input is that of the layer itself, after atte
 
 from __future__ import annotations
 
+import hashlib
 import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -16,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch.nn import functional
 
-from swarm.common.files.checked_json import fields, number, parse_json, text, to_json
+from swarm.common.files.checked_json import fields, mapping, number, parse_json, text, to_json
 from swarm.errors import PackedFileError
 
 _FORMAT = "swarm neuron predictor 2"
@@ -95,7 +97,9 @@ class CalibratedPredictor:
 
 
 def encode_predictor(calibrated: CalibratedPredictor, digest: str) -> bytes:
-    """A predictor as the content of a safetensors file. A loss that is not finite counts as not measured.
+    """A predictor as the content of a safetensors file, of which a changed bit is found.
+
+    A loss that is not finite counts as not measured.
 
     Args:
         digest: of the block that it was made for, see `swarm.models.checkpoints.block_digest`.
@@ -111,8 +115,16 @@ def encode_predictor(calibrated: CalibratedPredictor, digest: str) -> bytes:
     }
     tensors = {"first": predictor.first, "second": predictor.second, "bias": predictor.bias}
     contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
-    data: bytes = save(contiguous, metadata={_METADATA_KEY: to_json(metadata).decode()})
+    sealed = {**metadata, "sha256": _content_digest(metadata, contiguous.values())}
+    data: bytes = save(contiguous, metadata={_METADATA_KEY: to_json(sealed).decode()})
     return data
+
+
+def _content_digest(metadata: Mapping[str, object], tensors: Iterable[torch.Tensor]) -> str:
+    state = hashlib.sha256(to_json(metadata))
+    for tensor in tensors:
+        state.update(tensor.contiguous().view(torch.uint8).numpy().data)
+    return state.hexdigest()
 
 
 def load_predictor(path: Path, digest: str, hidden: int, neurons: int) -> CalibratedPredictor:
@@ -140,14 +152,18 @@ def load_predictor(path: Path, digest: str, hidden: int, neurons: int) -> Calibr
     tensors = (first, second, bias)
     if len({tensor.dtype for tensor in tensors}) != 1 or not all(tensor.isfinite().all() for tensor in tensors):
         raise _refusal(path, "its values are not finite, or of several types")
+    if metadata.sha256 not in (None, _content_digest(metadata.content, tensors)):
+        raise _refusal(path, "it was changed after it was written")
     predictor = LowRankPredictor(first, second, bias, metadata.threshold)
     return CalibratedPredictor(predictor, metadata.two_tokens, metadata.recall, metadata.perplexity_loss)
 
 
 @dataclass(frozen=True)
 class _Metadata:
-    """What stands beside the matrices."""
+    """What stands beside the matrices: `content`, and its digest with theirs, which older files lack."""
 
+    content: Mapping[str, object]
+    sha256: object
     threshold: float
     recall: float
     two_tokens: float
@@ -158,7 +174,7 @@ def _parsed(path: Path, metadata: str | None, digest: str) -> _Metadata:
     names = ("format", "block_digest", "threshold", "recall", "two_tokens", "perplexity_loss")
     try:
         content = parse_json(metadata or "")
-        form, block_digest, threshold, recall, two_tokens, loss = fields(content, names, closed=False)
+        form, block_digest, threshold, recall, two_tokens, loss, sha256 = fields(content, names, ["sha256"])
         if text(form, len(_FORMAT)) != _FORMAT:
             raise ValueError("another format")
         if block_digest != digest:
@@ -167,7 +183,8 @@ def _parsed(path: Path, metadata: str | None, digest: str) -> _Metadata:
         if not share:
             raise ValueError("tokens that need no neurons")
         checked_loss = None if loss is None else number(loss, -1, _MAX_LOSS)
-        return _Metadata(number(threshold), number(recall, 0, 1), share, checked_loss)
+        said = {name: value for name, value in mapping(content).items() if name != "sha256"}
+        return _Metadata(said, sha256, number(threshold), number(recall, 0, 1), share, checked_loss)
     except (ValueError, RecursionError) as error:
         raise _refusal(path, f"it holds no neuron predictor of this version ({error})") from error
 

@@ -20,8 +20,7 @@ from swarm.models.flash.files.manifest import (
     FileContent,
     Manifest,
     PartDigests,
-    check_identity,
-    encode_sealed,
+    encode_manifest,
     number_of_parts,
     read_manifest,
     verify_parts,
@@ -51,6 +50,10 @@ def manifest(model) -> Manifest:
     return Manifest.of(model, 3, "0123456789ab", PLAN, LAYOUT, (content_of(LAYOUT.file_bytes), content_of(70_000_000)))
 
 
+def read(path, model) -> Manifest:
+    return read_manifest(path, model, 3, PLAN, LAYOUT)
+
+
 def content_in(sealed: bytes) -> dict[str, Any]:
     return json.loads(sealed)["content"]
 
@@ -63,36 +66,44 @@ def written(path, content: object) -> None:
 
 
 def test_what_is_read_is_what_was_written(manifest, model, tmp_path):
-    (tmp_path / "file").write_bytes(encode_sealed(manifest))
-    found = read_manifest(tmp_path / "file")
-    assert found == manifest
-    assert found.plan == PLAN
-    assert found.layout == LAYOUT
-    check_identity(found, model, 3, RecordKind.NEURONS)
+    (tmp_path / "file").write_bytes(encode_manifest(manifest))
+    assert read(tmp_path / "file", model) == manifest
 
 
-def test_a_changed_bit_anywhere_is_found(manifest, tmp_path):
-    data = encode_sealed(manifest)
+def test_a_changed_bit_anywhere_is_found(manifest, model, tmp_path):
+    data = encode_manifest(manifest)
     for byte in range(0, len(data), 7):
         changed = bytearray(data)
         changed[byte] ^= 1 << byte % 8
         (tmp_path / "file").write_bytes(changed)
         with pytest.raises(PackedFileError, match="is not a manifest"):
-            read_manifest(tmp_path / "file")
+            read(tmp_path / "file", model)
 
 
 @pytest.mark.parametrize("data", [b"", b"\xff", b"[" * 100_000, b"null", b"{}", b'{"sha256":"","content":1}'])
-def test_what_is_no_manifest(tmp_path, data):
+def test_what_is_no_manifest(model, tmp_path, data):
     (tmp_path / "file").write_bytes(data)
     with pytest.raises(PackedFileError, match="is not a manifest"):
-        read_manifest(tmp_path / "file")
+        read(tmp_path / "file", model)
 
 
-@pytest.mark.parametrize("part", [("block",), ("dtype",), ("model",), ("revision",)])
-def test_the_files_of_another_block_or_model(manifest, model, part):
-    other = dataclasses.replace(manifest, **{part[0]: 4 if part == ("block",) else "other"})
+@pytest.mark.parametrize("part", ["block", "dtype", "model", "revision"])
+def test_the_files_of_another_block_or_model(manifest, model, tmp_path, part):
+    other = dataclasses.replace(manifest, **{part: 4 if part == "block" else "other"})
+    (tmp_path / "file").write_bytes(encode_manifest(other))
     with pytest.raises(PackedFileError, match="the files are those of block"):
-        check_identity(other, model, 3, RecordKind.NEURONS)
+        read(tmp_path / "file", model)
+
+
+def test_records_of_another_kind_or_layout(manifest, model, tmp_path):
+    experts = dataclasses.replace(PLAN, kind=RecordKind.EXPERTS)
+    (tmp_path / "file").write_bytes(encode_manifest(dataclasses.replace(manifest, plan=experts)))
+    with pytest.raises(PackedFileError, match="of another kind"):
+        read(tmp_path / "file", model)
+    shorter = dataclasses.replace(LAYOUT, count=LAYOUT.count - 1)
+    (tmp_path / "file").write_bytes(encode_manifest(dataclasses.replace(manifest, layout=shorter)))
+    with pytest.raises(PackedFileError, match="prepared in another way"):
+        read(tmp_path / "file", model)
 
 
 ABSURD = [-1, 0, 1, 2**31, 2**50, 2**63, 10**30, 1.5, None, "x", [], {}]
@@ -115,23 +126,20 @@ def replaced(content: object, path: tuple, value: object) -> object:
 @settings(max_examples=400)
 @given(data=st.data())
 def test_absurd_values_are_refused_before_anything_is_allocated(tmp_path_factory, data):
-    """With a digest that fits: whatever is accepted describes records that lie inside their file."""
+    """With a digest that fits: whatever is accepted says of the records what was written."""
     model = PackedModel(tmp_path_factory.getbasetemp(), "org/model", "0123abcd", torch.bfloat16)
     manifest = Manifest.of(model, 3, "0123456789ab", PLAN, LAYOUT, (content_of(LAYOUT.file_bytes), content_of(7)))
-    content = content_in(encode_sealed(manifest))
+    content = content_in(encode_manifest(manifest))
     place = data.draw(st.sampled_from(places(content)))
     value = data.draw(st.sampled_from(ABSURD))
     path = model.root / "absurd"
     written(path, replaced(content, place, value))
     try:
-        found = read_manifest(path)
+        found = read(path, model)
     except PackedFileError:
         return
-    layout = found.layout
-    assert layout.count * layout.stride == layout.file_bytes == found.records.size == LAYOUT.file_bytes
-    assert 0 < layout.record_bytes <= layout.stride
-    assert all(field.offset + field.values * layout.dtype.itemsize <= layout.record_bytes for field in layout.fields)
-    assert {field.tensor: field.axis for field in layout.fields} == found.plan.axes
+    assert found == dataclasses.replace(manifest, digest=found.digest, records=found.records, resident=found.resident)
+    assert found.records.size == LAYOUT.file_bytes
 
 
 DATA = bytes(range(256)) * 5

@@ -45,6 +45,16 @@ def test_a_saved_predictor_is_the_same_when_it_is_loaded(tmp_path: Path, dtype: 
     assert (loaded.rank, loaded.memory_bytes, loaded.threshold) == (RANK, saved.memory_bytes, 0.25)
 
 
+def test_a_changed_bit_anywhere_is_found(tmp_path: Path) -> None:
+    data = encode_predictor(CalibratedPredictor(make_predictor(), 0.15, 0.99, 0.001), "digest")
+    for byte in range(0, len(data), 7):
+        changed = bytearray(data)
+        changed[byte] ^= 1 << byte % 8
+        (tmp_path / "predictor").write_bytes(changed)
+        with pytest.raises(PackedFileError, match="cannot be used"):
+            load_predictor(tmp_path / "predictor", "digest", HIDDEN, NEURONS)
+
+
 def write(path: Path, change: dict[str, torch.Tensor], **metadata: object) -> None:
     predictor = make_predictor()
     tensors = {"first": predictor.first, "second": predictor.second, "bias": predictor.bias, **change}
@@ -69,6 +79,8 @@ def write(path: Path, change: dict[str, torch.Tensor], **metadata: object) -> No
         ({"more": torch.randn(1)}, {}, "no predictor for"),
         ({"bias": torch.full((NEURONS,), float("nan"))}, {}, "not finite"),
         ({"bias": torch.zeros(NEURONS, dtype=torch.float16)}, {}, "several types"),
+        ({}, {"sha256": "0" * 64}, "was changed"),
+        ({}, {"more": 1}, "of this version"),
     ],
 )
 def test_a_predictor_that_does_not_fit_is_refused(
