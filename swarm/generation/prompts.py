@@ -126,8 +126,10 @@ def embedding_sequences(served: ServedModel, prompts: Sequence[Prompt]) -> list[
 
 
 def prompt_texts(requests: Sequence[SequenceRequest], served: ServedModel) -> list[str]:
-    """The text of each sequence's prompt."""
-    return [served.tokenizer.decode(request.prompt, skip_special_tokens=True) for request in requests]
+    """The text of each sequence's prompt. A prompt that several sequences share is decoded once."""
+    prompts = {id(request.prompt): request.prompt for request in requests}
+    texts = {key: served.tokenizer.decode(prompt, skip_special_tokens=True) for key, prompt in prompts.items()}
+    return [texts[id(request.prompt)] for request in requests]
 
 
 @dataclass(frozen=True)

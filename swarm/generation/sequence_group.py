@@ -93,7 +93,7 @@ class SequenceGroup:
         self._metrics = metrics
         self._started_at = self._last_token_at = started_at
         self._first_token_at: float | None = None
-        self._tokens = 0  # when the newest output came
+        self._tokens = 0  # generated until the newest output came
         self._waiting: deque[SequenceGeneration] = deque()
         self._started: list[SequenceGeneration] = []
         self._ended = 0

@@ -53,7 +53,7 @@ M = TypeVar("M", bound=MetricWrapperBase)
 
 
 class _Nothing:
-    """In place of a metric that nobody reads."""
+    """Stands in for a metric where nothing collects metrics."""
 
     def labels(self, *values: str) -> _Nothing:
         return self

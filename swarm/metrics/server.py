@@ -19,7 +19,7 @@ class ServerObserver:
     encryption.
 
     Args:
-        registry: where the metrics are registered; None for a server whose metrics nobody reads, which counts nothing.
+        registry: where the metrics are registered; None to count nothing.
     """
 
     def __init__(self, registry: Registry | None = None) -> None:

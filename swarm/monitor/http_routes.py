@@ -43,7 +43,7 @@ def make_routes(poller: SwarmPoller) -> list[BaseRoute]:
                 await poller.was_read.wait()
         if poller.latest is None:
             return _error(503, "the swarm has not been read yet; try again in a few seconds")
-        return Response(msgspec.json.encode(poller.latest), media_type=JSON, headers=HEADERS)
+        return Response(poller.latest_json, media_type=JSON, headers=HEADERS)
 
     async def history(request: Request) -> Response:
         poller.request_update()

@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
+import msgspec
+
 from swarm.data_structures import ModelInfo, ServerState
 from swarm.dht.directory import fetch_models, fetch_servers
 from swarm.dht.validation import AnnouncementValidator
@@ -123,7 +125,7 @@ class DhtSource:
             self._joined, self._empty = self._clock(), 0
 
     async def poll(self, remembered: Sequence[ModelInfo] = ()) -> PollResult:
-        """Read the announced models, and those of `remembered` that are no longer announced. Raises a `SwarmError`."""
+        """Read the announced models, and those in `remembered` that are no longer announced. Raises `SwarmError`."""
         if self._empty >= EMPTY_POLLS_BEFORE_REJOIN and self._clock() - self._joined >= REJOIN_AFTER_S:
             await self.close()
         await self.join()
@@ -200,7 +202,8 @@ class SwarmPoller:
         now: returns the Unix time in seconds.
 
     Attributes:
-        latest: None until `was_read` is set.
+        latest: the newest view; None until `was_read` is set.
+        latest_json: the same, encoded once for all who ask.
     """
 
     def __init__(
@@ -215,6 +218,7 @@ class SwarmPoller:
     ) -> None:
         self.history = SwarmHistory()
         self.latest: SwarmView | None = None
+        self.latest_json = b""
         self.was_read = asyncio.Event()
         self._source = source or DhtSource(initial_peers, models, membership)
         # A reader of the page may be on another machine, where loopback addresses are of no use.
@@ -299,7 +303,7 @@ class SwarmPoller:
         return max(self._period, IDLE_PERIOD_S if idle else min(self._period * 2**self._failures, IDLE_PERIOD_S))
 
     def _publish(self, view: SwarmView) -> None:
-        self.latest = view
+        self.latest, self.latest_json = view, msgspec.json.encode(view)
         self.was_read.set()
 
 

@@ -107,7 +107,10 @@ _LOCK = "lock"
 
 
 def default_folder(name: str) -> Path:
-    """The folder for a worker's or a starter's own files. Raises `InvalidOption` if there is no home directory."""
+    """The default folder for the files of a worker or a starter.
+
+    Raises `InvalidOption` if the user has no home directory.
+    """
     folder = data_folder()
     if folder is None:
         raise InvalidOption("this user has no home folder; say with --folder where this machine's part is kept")
