@@ -24,23 +24,22 @@ BENCHMARKS = (
     "decoding.chain --shape hybrid --servers 3 --tokens 32",
     "serving.clients",
     "serving.start",
-    "decoding.lanes",
+    "decoding.lanes --tokens 20 --repeats 3 --patience 20",
     "decoding.prefill --servers 3 --chunks auto",
-    "decoding.memory --model nano",
     "network.wire --patience 2",
-    "decoding.quantization --patience 20",
-    "network.push",
+    "decoding.quantization --batches 1,8 --repeats 3 --patience 10",
+    "network.push --tokens 10 --repeats 3 --patience 10",
     "network.failover",
     "network.routing --servers 3000 --patience 5",
-    "weights --quick",
-    "training --only near",
-    "serving.gateway",
-    "serving.gateway --kill",
+    "weights --quick --only rate resume",
+    "training --only near --repeats 3 --patience 30",
+    "serving.gateway --seconds 8 --tokens 32 --patience 10",
+    "serving.gateway --kill --tokens 32",
     "decoding.heads",
     "decoding.parts",
     "flash --short --only io,matrix",
 )
-"""With what fits into half an hour on two shared cores. Each measures more if it is asked to."""
+"""What fits into half an hour on two shared cores. Each measures more if it is asked to."""
 
 FOLDER = Path("artifacts/benchmarks")
 

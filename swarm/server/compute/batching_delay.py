@@ -8,7 +8,9 @@ the `n` finds the server busy, for `T` minus the time until it arrived. With a d
 difference, summed over all requests, is `n T - (w + n) d`.
 
 Where other programs compete for the same processors (other servers, the clients), an iteration that is avoided helps
-them too: every active session continues `T` sooner. A server under contention waits up to `MAX_DELAY_ITERATIONS`.
+them too: every active session continues `T` sooner, and a server waits up to `MAX_DELAY_ITERATIONS`. It starts when its
+share of the sessions is there, so that these travel in as many groups as the machine has processors for: each is as
+large as it can be while no processor is idle.
 
 An iteration of requests that are not urgent starts only if it ends before an urgent session is expected, which would
 have to wait for it. One of urgent requests does not wait for others.
@@ -19,6 +21,8 @@ from __future__ import annotations
 import time
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
+
+import psutil
 
 from swarm.common.machine import ProcessorUse
 from swarm.data_structures import Span
@@ -37,18 +41,21 @@ MIN_DELAY_ITERATIONS = 0.05
 """Arrival times are known with this precision, in iterations."""
 
 
-def best_delay(waiting: int, arrivals: Sequence[float], iteration: float, elsewhere: float = 0.0) -> float:
+def best_delay(waiting: int, arrivals: Sequence[float], iteration: float, groups: int = 0) -> float:
     """The delay in seconds with which all requests together lose the least time.
 
     Args:
         waiting: number of requests that wait already.
         arrivals: seconds until each further request is expected, ascending.
         iteration: duration of an iteration in seconds.
-        elsewhere: number of sessions that an iteration holds up although they are not at this server.
+        groups: how many iterations the machine can compute at the same time, if processes compete for it; then an
+            iteration holds up all sessions, and is not delayed for more than one of so many equal groups. Otherwise 0.
     """
+    sessions = waiting + len(arrivals)
+    group, held_up = (-(-sessions // groups), sessions) if groups else (sessions, 0)
     best, result = 0.0, 0.0
-    for more, seconds in enumerate(arrivals, 1):
-        gain = (more + elsewhere) * iteration - (waiting + more) * seconds
+    for more, seconds in enumerate(arrivals[: max(0, group - waiting)], 1):
+        gain = (more + held_up) * iteration - (waiting + more) * seconds
         if gain > best:
             best, result = gain, seconds
     return result
@@ -113,7 +120,7 @@ class BatchingDelay:
         self,
         waiting: int,
         waited: float,
-        contention: float,
+        groups: int,
         now: float,
         span: Span,
         joins_parts: bool = False,
@@ -124,15 +131,15 @@ class BatchingDelay:
         Args:
             waiting: number of sessions that wait, with urgent requests.
             waited: seconds by which this iteration has been delayed already.
-            contention: how much other work the machine has, 0 to 1.
+            groups: how many iterations the machine can compute at the same time, if processes compete for it;
+                otherwise 0.
             span: the blocks of the request that decides which blocks the iteration computes.
             joins_parts: whether that request may share an iteration with requests for overlapping blocks.
             yielding: number of sessions that wait, with requests that are not urgent.
         """
-        left = min(MAX_DELAY_S, self.iteration * (1 + contention * (MAX_DELAY_ITERATIONS - 1))) - waited
+        left = min(MAX_DELAY_S, self.iteration * (MAX_DELAY_ITERATIONS if groups else 1)) - waited
         if left <= 0:
             return 0.0
-        elsewhere = contention * self.sessions
         expected = list(self._expected(now))
         joining = [
             (seconds, timing)
@@ -140,16 +147,12 @@ class BatchingDelay:
             if may_share_pass(span, joins_parts, timing.span, timing.joins_parts)
         ]
         if waiting:
-            arrivals = [seconds for seconds, timing in joining if timing.urgent]
-            return min(left, best_delay(waiting, sorted(arrivals), self.iteration, elsewhere))
+            urgent = sorted(seconds for seconds, timing in joining if timing.urgent)
+            return min(left, best_delay(waiting, urgent, self.iteration, groups))
         held_up = sorted(seconds for seconds, timing in expected if timing.urgent)
         like = sorted(seconds for seconds, _ in joining)
         return min(
-            left,
-            max(
-                best_delay(0, held_up, self.iteration, elsewhere),
-                best_delay(yielding, like, self.iteration, elsewhere),
-            ),
+            left, max(best_delay(0, held_up, self.iteration), best_delay(yielding, like, self.iteration, groups))
         )
 
     def _expected(self, now: float) -> Iterator[tuple[float, _SessionTiming]]:
@@ -170,24 +173,22 @@ class BatchingDelay:
 SAMPLE_PERIOD_S = 0.5
 """Seconds between measurements."""
 
-CONTENTION_START, CONTENTION_FULL = 0.55, 0.65
-"""Shares of all processors in use at which contention starts and at which it is full. Where programs take turns, as a
-chain of servers on one machine does, some processor is idle most of the time."""
+CONTENDED_USE = 0.6
+"""Share of all processors in use from which programs compete for them. Where programs take turns, as a chain of servers
+on one machine does, some processor is idle most of the time."""
 
 OWN_USE_SHARE = 0.8
 """Above this share of the processor time in use, this process is the one that uses the machine."""
 
 
-def cpu_contention(used: float, own: float) -> float:
-    """Contention from 0 (the machine is free for this process) to 1 (other programs use all that it does not).
+def is_contended(used: float, own: float) -> bool:
+    """Whether other programs want the processors as well.
 
     Args:
         used: share of all processors in use.
         own: share of all processors that this process uses.
     """
-    if own > OWN_USE_SHARE * used:
-        return 0.0
-    return min(1.0, max(0.0, (used - CONTENTION_START) / (CONTENTION_FULL - CONTENTION_START)))
+    return used > CONTENDED_USE and own <= OWN_USE_SHARE * used
 
 
 class CpuContentionMeter:
@@ -196,13 +197,18 @@ class CpuContentionMeter:
     def __init__(self) -> None:
         self._use = ProcessorUse()
         self._measured_at = -SAMPLE_PERIOD_S
-        self._level = 0.0
+        self._groups = 0
 
-    def level(self) -> float:
-        """The latest `cpu_contention`."""
+    def groups(self, threads: int) -> int:
+        """How many iterations the machine can compute at the same time, if processes compete for it; otherwise 0.
+
+        Args:
+            threads: how many threads an iteration uses.
+        """
         now = time.monotonic()
         if now - self._measured_at >= SAMPLE_PERIOD_S:
             self._measured_at = now
-            self._level = cpu_contention(*self._use.shares())
+            contended = is_contended(*self._use.shares())
+            self._groups = max(1, psutil.cpu_count() // threads) if contended else 0
             self._use = ProcessorUse()
-        return self._level
+        return self._groups

@@ -18,6 +18,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+import torch
+
 from swarm.common.outcome import result_or_error
 from swarm.errors import ServerClosing
 from swarm.metrics.server import ServerObserver
@@ -331,7 +333,7 @@ class Engine:
         return self._batching_delay.delay(
             len(urgent),
             waited,
-            self._contention.level(),
+            self._contention.groups(torch.get_num_threads()),
             time.monotonic(),
             oldest.span,
             oldest.joins_parts,

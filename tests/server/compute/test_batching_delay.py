@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from swarm.data_structures import Span
 from swarm.server.compute import batching_delay
 from swarm.server.compute.batching_delay import (
-    CONTENTION_FULL,
-    CONTENTION_START,
+    CONTENDED_USE,
     MAX_DELAY_ITERATIONS,
     MAX_DELAY_S,
     SAMPLE_PERIOD_S,
@@ -19,7 +18,7 @@ from swarm.server.compute.batching_delay import (
     BatchingDelay,
     CpuContentionMeter,
     best_delay,
-    cpu_contention,
+    is_contended,
 )
 from tests import virtual_time
 
@@ -53,6 +52,21 @@ def test_nobody_is_waited_for_who_comes_later_than_half_an_iteration():
     assert best_delay(7, [0.13 * T], T) == 0
 
 
+@given(st.integers(1, 8), arrivals, st.integers(1, 4))
+def test_no_group_is_larger_than_its_share_of_the_sessions(waiting, coming, groups):
+    delay = best_delay(waiting, coming, T, groups)
+    there, all_of_them = waiting + sum(seconds <= delay for seconds in coming), waiting + len(coming)
+    assert delay == 0 or (there - 1) * groups < all_of_them, "it has waited for nobody whom it does not need"
+    soon = [0.01 * seconds for seconds in coming]
+    there = waiting + sum(seconds <= best_delay(waiting, soon, T, groups) for seconds in soon)
+    assert there * groups >= all_of_them, "whoever comes soon is waited for"
+
+
+def test_sessions_that_are_away_for_long_are_not_waited_for_where_processes_compete():
+    assert best_delay(1, [2.4 * T, 5 * T, 7.5 * T], T, 2) == 2.4 * T
+    assert best_delay(1, [2.6 * T, 5 * T, 7.5 * T], T, 2) == 0
+
+
 def cycles(sessions: dict[str, float], count: int = 3) -> tuple[BatchingDelay, float]:
     """Sessions that were answered together and came again after their times; and the clock, when they were last."""
     one, now = BatchingDelay(iteration=T), 100.0
@@ -68,30 +82,30 @@ def cycles(sessions: dict[str, float], count: int = 3) -> tuple[BatchingDelay, f
 def test_sessions_that_travel_together_are_waited_for():
     one, now = cycles({"a": 3 * T, "b": 3.2 * T, "c": 3.4 * T})
     one.on_request("a", now + 3 * T, HERE)
-    assert one.delay(1, 0.0, 0.0, now + 3 * T, HERE) == pytest.approx(0.4 * T)
+    assert one.delay(1, 0.0, 0, now + 3 * T, HERE) == pytest.approx(0.4 * T)
     one.on_request("b", now + 3.2 * T, HERE)
-    assert one.delay(2, 0.2 * T, 0.0, now + 3.2 * T, HERE) == pytest.approx(0.2 * T)
+    assert one.delay(2, 0.2 * T, 0, now + 3.2 * T, HERE) == pytest.approx(0.2 * T)
     one.on_request("c", now + 3.4 * T, HERE)
-    assert one.delay(3, 0.4 * T, 0.0, now + 3.4 * T, HERE) == 0
+    assert one.delay(3, 0.4 * T, 0, now + 3.4 * T, HERE) == 0
 
 
 def test_a_session_alone_and_lanes_that_take_turns_wait_for_nobody():
     alone, now = cycles({"a": 3 * T})
     alone.on_request("a", now + 3 * T, HERE)
-    assert alone.delay(1, 0.0, 1.0, now + 3 * T, HERE) == 0
+    assert alone.delay(1, 0.0, 1, now + 3 * T, HERE) == 0
     lanes, now = cycles({"a": 3 * T, "b": 4 * T})
     lanes.on_request("a", now + 3 * T, HERE)
-    assert lanes.delay(1, 0.0, 0.0, now + 3 * T, HERE) == 0
+    assert lanes.delay(1, 0.0, 0, now + 3 * T, HERE) == 0
 
 
 def test_what_is_not_urgent_waits_for_an_urgent_session_that_would_have_to_wait_for_it():
     for away, expected in ((3.3 * T, 0.3 * T), (3.9 * T, 0.9 * T), (4.1 * T, 0.0)):
         one, now = cycles({"lazy": 3 * T, "urgent": away})
         one.on_request("lazy", now + 3 * T, HERE, urgent=False)
-        assert one.delay(0, 0.0, 0.0, now + 3 * T, HERE, yielding=1) == pytest.approx(expected)
+        assert one.delay(0, 0.0, 0, now + 3 * T, HERE, yielding=1) == pytest.approx(expected)
     one, now = cycles({"lazy": 3 * T, "urgent": 3.3 * T})
     one.on_request("lazy", now + 3 * T, HERE, urgent=False)
-    assert one.delay(0, T, 0.0, now + 4 * T, HERE, yielding=1) == 0, "one iteration at most"
+    assert one.delay(0, T, 0, now + 4 * T, HERE, yielding=1) == 0, "one iteration at most"
 
 
 def test_what_is_not_urgent_waits_for_its_like_as_any_other_would():
@@ -103,7 +117,7 @@ def test_what_is_not_urgent_waits_for_its_like_as_any_other_would():
         one.on_answer("other", now + away)
         one.on_request("lazy", now + away + 3 * T, HERE, urgent=False)
         at = now + 2 * away - (away - 3 * T)
-        assert one.delay(0, 0.0, 0.0, at, HERE, yielding=1) == pytest.approx(expected)
+        assert one.delay(0, 0.0, 0, at, HERE, yielding=1) == pytest.approx(expected)
 
 
 def test_nothing_urgent_waits_for_what_is_not():
@@ -111,14 +125,14 @@ def test_nothing_urgent_waits_for_what_is_not():
     one.on_request("b", now + 3 * T, HERE, urgent=False)
     one.on_answer("b", now + 3 * T)
     one.on_request("a", now + 5.9 * T, HERE)
-    assert one.delay(1, 0.0, 0.0, now + 5.9 * T, HERE) == 0
+    assert one.delay(1, 0.0, 0, now + 5.9 * T, HERE) == 0
 
 
 def test_one_that_does_not_come_is_given_up():
     one, now = cycles({"a": 3 * T, "b": 3.2 * T})
     one.on_request("a", now + 3 * T, HERE)
     clock, waited = now + 3 * T, 0.0
-    while delay := one.delay(1, waited, 0.0, clock, HERE):
+    while delay := one.delay(1, waited, 0, clock, HERE):
         clock, waited = clock + delay, waited + delay
     assert 0.2 * T < waited <= T
 
@@ -126,16 +140,27 @@ def test_one_that_does_not_come_is_given_up():
 def test_where_others_want_the_processors_it_waits_longer():
     one, now = cycles({"a": 3 * T, "b": 4.2 * T})
     one.on_request("a", now + 3 * T, HERE)
-    assert one.delay(1, 0.0, 0.0, now + 3 * T, HERE) == 0
-    assert one.delay(1, 0.0, 1.0, now + 3 * T, HERE) == pytest.approx(1.2 * T)
-    assert one.delay(1, MAX_DELAY_ITERATIONS * T, 1.0, now + 3 * T, HERE) == 0
+    assert one.delay(1, 0.0, 0, now + 3 * T, HERE) == 0
+    assert one.delay(1, 0.0, 1, now + 3 * T, HERE) == pytest.approx(1.2 * T)
+    assert one.delay(1, MAX_DELAY_ITERATIONS * T, 1, now + 3 * T, HERE) == 0
+
+
+def test_where_processes_compete_sessions_travel_in_a_group_for_each_processor():
+    one, now = cycles({session: (3 + 0.2 * number) * T for number, session in enumerate("abcdefgh")})
+    for number, session in enumerate("abcd"):
+        at = now + (3 + 0.2 * number) * T
+        one.on_request(session, at, HERE)
+        delay = one.delay(number + 1, 0.2 * number * T, 2, at, HERE)
+        assert delay > 0.19 * T if session != "d" else delay == 0
+    assert one.delay(4, 0.0, 1, at, HERE) > 0, "all eight on a single processor"
+    assert one.delay(4, 0.0, 16, at, HERE) == 0
 
 
 def test_slow_blocks_wait_no_longer_than_it_can_be_of_use():
     one, now = cycles({"a": 3.0, "b": 3.2})
     one.on_iteration(1.0)
     one.on_request("a", now + 3.0, HERE)
-    assert one.delay(1, 0.0, 0.0, now + 3.0, HERE) == MAX_DELAY_S
+    assert one.delay(1, 0.0, 0, now + 3.0, HERE) == MAX_DELAY_S
 
 
 def test_who_has_not_come_for_long_is_not_expected():
@@ -150,7 +175,7 @@ def test_the_first_iteration_of_all_waits_for_nothing():
     one = BatchingDelay()
     for session in "abcdefgh":
         one.on_request(session, 0.0, HERE)
-    assert one.delay(1, 0.0, 1.0, 0.0, HERE) == 0
+    assert one.delay(1, 0.0, 1, 0.0, HERE) == 0
 
 
 @pytest.mark.parametrize(
@@ -171,7 +196,7 @@ def test_only_a_session_that_could_be_in_the_iteration_is_waited_for(other, join
             one.on_request("other", now, other, joins_parts, urgent=session == "other")
             one.on_answer("other", now + T)
             one.on_request("first", now, HERE, joins_parts)
-        return one.delay(now=100.0 + 7.8 * T, waited=0.0, contention=0.0, span=HERE, joins_parts=joins_parts, **waiting)
+        return one.delay(now=100.0 + 7.8 * T, waited=0.0, groups=0, span=HERE, joins_parts=joins_parts, **waiting)
 
     assert (delay("other", waiting=1) > 0) == waits
     assert (delay("none", waiting=0, yielding=1) > 0) == waits
@@ -182,31 +207,28 @@ shares = st.floats(0, 1)
 
 
 @given(shares)
-def test_a_machine_that_is_busy_with_this_process_alone_is_not_crowded(used):
-    assert cpu_contention(used, 0.9 * used) == 0 or used == 0
-
-
-@pytest.mark.parametrize(
-    ("used", "expected"),
-    [(0.0, 0), (CONTENTION_START, 0), ((CONTENTION_START + CONTENTION_FULL) / 2, 0.5), (CONTENTION_FULL, 1), (1.0, 1)],
-)
-def test_others_crowd_it_by_what_they_use(used, expected):
-    assert cpu_contention(used, used / 3) == pytest.approx(expected)
+def test_processes_compete_if_the_machine_is_busy_with_more_than_this_one(used):
+    assert not is_contended(used, 0.9 * used)
+    assert is_contended(used, used / 3) == (used > CONTENDED_USE)
 
 
 def test_other_processes_are_gone_again_when_it_measures_next(monkeypatch):
     """The machine is played: others may keep a real one busy for as long as they like."""
     used = 0.9
+    monkeypatch.setattr(batching_delay.psutil, "cpu_count", lambda: 8)
     monkeypatch.setattr(batching_delay, "ProcessorUse", lambda: SimpleNamespace(shares=lambda: (used, 0.0)))
 
     async def scenario():
         nonlocal used
         meter = CpuContentionMeter()
-        assert meter.level() == 1
+        assert meter.groups(2) == 4
         used = 0.1
         await asyncio.sleep(0.9 * SAMPLE_PERIOD_S)
-        assert meter.level() == 1
+        assert meter.groups(2) == 4
         await asyncio.sleep(0.2 * SAMPLE_PERIOD_S)
-        assert meter.level() == 0
+        assert meter.groups(2) == 0
+        used = 0.9
+        await asyncio.sleep(SAMPLE_PERIOD_S)
+        assert meter.groups(16) == 1
 
     virtual_time.run(scenario)

@@ -252,7 +252,7 @@ def test_nothing_waits_together_with_a_request_that_is_not_wanted(llama, monkeyp
     waiting: list[int] = []
     asked = threading.Event()
 
-    def watched(self, urgent, waited, contention, now, span, joins_parts, yielding):
+    def watched(self, urgent, waited, groups, now, span, joins_parts, yielding):
         waiting.append(urgent + yielding)
         asked.set()
         return 0.0
