@@ -19,9 +19,9 @@ import time
 from pathlib import Path
 
 BENCHMARKS = (
-    "decoding.chain",
-    "decoding.chain --shape small --servers 1 3 --tokens 32",
-    "decoding.chain --shape hybrid --servers 3 --tokens 32",
+    "decoding.chain --patience 40",
+    "decoding.chain --shape small --servers 1 3 --tokens 32 --patience 40",
+    "decoding.chain --shape hybrid --servers 3 --tokens 32 --patience 30",
     "serving.clients",
     "serving.start",
     "decoding.lanes --tokens 20 --repeats 3 --patience 20",
@@ -29,14 +29,14 @@ BENCHMARKS = (
     "network.wire --patience 2",
     "decoding.quantization --batches 1,8 --repeats 3 --patience 10",
     "network.push --tokens 10 --repeats 3 --patience 10",
-    "network.failover",
+    "network.failover --patience 30",
     "network.routing --servers 3000 --patience 5",
     "weights --quick --only rate resume",
     "training --only near --repeats 3 --patience 30",
     "serving.gateway --seconds 8 --tokens 32 --patience 10",
     "serving.gateway --kill --tokens 32",
-    "decoding.heads",
-    "decoding.parts",
+    "decoding.heads --patience 20",
+    "decoding.parts --patience 20",
     "flash --short --only io,matrix",
 )
 """What fits into half an hour on two shared cores. Each measures more if it is asked to."""

@@ -209,6 +209,6 @@ class CpuContentionMeter:
         if now - self._measured_at >= SAMPLE_PERIOD_S:
             self._measured_at = now
             contended = is_contended(*self._use.shares())
-            self._groups = max(1, psutil.cpu_count() // threads) if contended else 0
+            self._groups = max(1, (psutil.cpu_count() or 1) // threads) if contended else 0
             self._use = ProcessorUse()
         return self._groups
