@@ -5,8 +5,8 @@
 The partitions are those of MDI-LLM's tables I and II. The starter (`swarm.Ring`) is the only one that can read the
 model; each worker (`swarm worker`) is a process in an empty folder, and gets its weights from the starter. A worker's
 memory is that of all its processes: the one that waits, the server, and their libp2p daemons. Every process has one
-torch thread. There are as many texts as devices, each in a lane of its own. The weights are random. The tokens have to
-be those of the model on one device.
+torch thread. There are as many texts as devices, each in a lane of its own. The weights are random. In fp32 the
+tokens have to be those of the model on one device; in bfloat16, both may round differently.
 
 Memory is what is resident while texts are written, where pages that several processes share count once (PSS).
 """
