@@ -125,7 +125,7 @@ class DhtSource:
             self._joined, self._empty = self._clock(), 0
 
     async def poll(self, remembered: Sequence[ModelInfo] = ()) -> PollResult:
-        """Read the announced models, and those in `remembered` that are no longer announced. Raises `SwarmError`."""
+        """Fetch the models that are announced, and those in `remembered` that no longer are. Raises `SwarmError`."""
         if self._empty >= EMPTY_POLLS_BEFORE_REJOIN and self._clock() - self._joined >= REJOIN_AFTER_S:
             await self.close()
         await self.join()
